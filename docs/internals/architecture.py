@@ -22,7 +22,6 @@ GROUND = {
     "errors",
     "failpoints",
     "gpu",
-    "imports",
     "options",
     "printing",
     "trace",

@@ -16,7 +16,6 @@ from prometheus_client import generate_latest
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.telemetry import Metrics
-from ddpjob_trainer.telemetry import metric_names
 from devcluster import host
 from support import prometheus
 from support.chart import CHART, panels
@@ -49,7 +48,7 @@ def known() -> set[str]:
     metrics.expose_jobs(list)
     metrics.expose_watch_ages({})
     found = set()
-    for one in (*metric_names.WORKER, *metric_names.LAUNCHER):
+    for one in (*metrics.WORKER, *metrics.LAUNCHER):
         found |= {one.exposed, *(f"{one.full_name}_bucket" for _ in one.buckets)}
     for family in metrics.registry.collect():
         ends = {"counter": "_total", "histogram": "_bucket", "info": "_info"}

@@ -19,11 +19,10 @@ from ddpjob_contract import POD_UID, State, TerminationReport
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.launcher import supervisor
 from ddpjob_trainer.launcher.hub import membership
-from ddpjob_trainer.launcher.hub.client import HubClient
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Key
+from ddpjob_trainer.launcher.hub.membership import HubClient
+from ddpjob_trainer.launcher.hub.messages import BEAT_SECONDS, Key
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.hub.wire import BEAT_SECONDS
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
 from ddpjob_trainer.launcher.local_round import LocalRound, Parked, Running, Succeeded
 from ddpjob_trainer.launcher.processes.fork_server import Program

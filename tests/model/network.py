@@ -1,6 +1,6 @@
 """The network between launchers, without sockets: what is said waits in queues, and links break.
 
-The launchers' own code is at both ends of a Line: client.py, listener.py, server.py, calls.py. A
+The launchers' own code is at both ends of a Line: membership.py, server.py. A
 process that is killed lets its peers know, a machine that falls silent does not; a name may lead to
 an older pod for a while.
 """
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ddpjob_trainer.launcher.hub.calls import Calls
-from ddpjob_trainer.launcher.hub.client import HubClient
+from ddpjob_trainer.launcher.hub.membership import HubClient
 from ddpjob_trainer.launcher.hub.messages import Beat, Message
+from ddpjob_trainer.launcher.hub.server import Calls
 
 #: After so long the kernel, or a heartbeat, gives a silent peer up.
 SILENCE_SECONDS = 30.0
-_SILENT_TURNS = 5  # as wire.py counts them
+_SILENT_TURNS = 5  # as messages.py counts them
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
 
@@ -37,7 +37,7 @@ class Host(Protocol):
 
 
 class Line:
-    """One end of a connection, in the place of hub/wire.py's Wire."""
+    """One end of a connection, in the place of hub/messages.py's Wire."""
 
     def __init__(self, network: Network, host: Host) -> None:
         self.received: Callable[[Message, float], None] = lambda message, now: None
@@ -56,7 +56,7 @@ class Line:
             self.peer.inbox.append(message)
 
     def count_silence(self, now: float) -> None:
-        """Count as wire.py does; who can be heard has sent a beat."""
+        """Count as Wire does; who can be heard has sent a beat."""
         heard = self.peer.host.alive and self._network.reaches(self.host, self.peer.host)
         self._silent = 0 if heard else self._silent + 1
         if self._silent > _SILENT_TURNS:

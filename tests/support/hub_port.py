@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 
-from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher import host
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello
 from ddpjob_trainer.launcher.hub.rounds import Limits
@@ -19,7 +19,7 @@ class Port:
     def __init__(self, own: Hello, selector: selectors.BaseSelector | None = None) -> None:
         self.said: list[str] = []
         self.selector = selector or selectors.DefaultSelector()
-        listener = sockets.bind(0)
+        listener = host.bind(0)
         self.address = ("127.0.0.1", listener.getsockname()[1])
         self.hub = Hub(own, Limits(3, hold=99.0), lambda *said: self.server.post(*said))  # noqa: PLW0108
         self.server = HubServer(listener, self.selector, self.hub, self.said.append)

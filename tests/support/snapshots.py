@@ -15,15 +15,13 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.ondisk import manifest
-from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name, retain
 from ddpjob_trainer.snapshot.ondisk.manifest import Chunk, DataFile, Manifest
-from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.restore.load import FileSpan, Source
 from ddpjob_trainer.snapshot.restore.resume import Retry
 from ddpjob_trainer.snapshot.restore.resume import resume as resume_from
-from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
-from ddpjob_trainer.snapshot.save.part_reports import Report
-from ddpjob_trainer.snapshot.save.staging import Buffer
+from ddpjob_trainer.snapshot.save.layout import Buffer, Captured, Draft, fingerprint, lay_out
+from ddpjob_trainer.snapshot.save.parts import Report
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import DTYPES, Flat, flatten, unflatten
 from support.patience import PATIENCE, wait_for

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from ddpjob_trainer.environment import Key, read_launcher
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
-from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher.output import Log, OutputPump
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 

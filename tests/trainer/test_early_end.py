@@ -21,9 +21,9 @@ from torch.utils.data import TensorDataset
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.reader import read_snapshot
-from ddpjob_trainer.snapshot.save.staging import Buffer
+from ddpjob_trainer.snapshot.save.layout import Buffer
 from ddpjob_trainer.telemetry.event_log import read_events, read_losses
-from ddpjob_trainer.training.teardown import Teardown
+from ddpjob_trainer.training.run import Teardown
 from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))

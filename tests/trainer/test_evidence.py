@@ -94,7 +94,7 @@ def test_a_hang_leaves_stacks_also_native_ones_and_the_flight_recorder(script, t
     spy.chmod(0o755)
     report = tmp_path / "report"
     env = {
-        **patched(tmp_path, {**OFTEN, "launcher.watch.native.SECONDS": PATIENCE}),
+        **patched(tmp_path, {**OFTEN, "launcher.hangs.SECONDS": PATIENCE}),
         "DDPJOB_SNAPSHOT_DIR": str(where),
         "DDPJOB_HANG_STEP_SECONDS": "1.5",
         "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",

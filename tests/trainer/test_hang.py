@@ -91,7 +91,7 @@ if rank != 1:
 """
     )
     # However slowly an answer is written.
-    patience = patched(tmp_path, {"launcher.watch.hangs._STACKS_SECONDS": 8})
+    patience = patched(tmp_path, {"launcher.hangs._STACKS_SECONDS": 8})
     code, _, err = run(
         *NO_ROUNDS, "--nproc", "3", "--termination-log", str(report), program,
         env={**environment(**{phase: 1.5}), **patience},

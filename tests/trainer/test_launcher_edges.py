@@ -26,7 +26,9 @@ from support.rounds import patched
 _PTRACE_SEIZE = 0x4206
 
 #: For `patched`: however long a reader of the output stands still.
-PATIENT_LOG = {"launcher.log._PATIENCE_SECONDS": PATIENCE, "launcher.log._FLUSH_SECONDS": PATIENCE}
+PATIENT_LOG = {
+    f"launcher.output.{name}": PATIENCE for name in ("_PATIENCE_SECONDS", "_FLUSH_SECONDS")
+}
 
 
 def test_what_cannot_be_started_has_the_shells_exit_codes(tmp_path):
@@ -43,7 +45,7 @@ def test_closed_standard_files_do_not_become_other_files(tmp_path):
     events = tmp_path / "events"
     command = [*RUN, "--events", str(events), "sh", "-c", "echo secret; echo secret >&2"]
     closed = f"exec {shlex.join(command)} <&- >&- 2>&-"
-    env = {**os.environ, **patched(tmp_path, {"launcher.reports.events._END_SECONDS": PATIENCE})}
+    env = {**os.environ, **patched(tmp_path, {"launcher.output._END_SECONDS": PATIENCE})}
     done = subprocess.run(["sh", "-c", closed], env=env, timeout=PATIENCE, check=False)
     assert done.returncode == 0
     assert [json.loads(line)["event"] for line in events.read_text().splitlines()] == ["end"]

@@ -25,8 +25,8 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot import manager
 from ddpjob_trainer.snapshot.ondisk import disk
 from ddpjob_trainer.telemetry import progress
-from ddpjob_trainer.training.leaving import shutdown
-from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
+from ddpjob_trainer.training import shutdown
+from ddpjob_trainer.training.shutdown import CallMismatch
 from support.patience import PATIENCE
 from support.sealed import board
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_trainer.telemetry import metric_names
+from ddpjob_trainer.telemetry import metrics
 from ddpjob_trainer.telemetry.event_log import read_events, read_losses
 from support.launching import free_ports, launch, page
 from support.patience import PATIENCE
@@ -68,8 +68,8 @@ def samples(text: str) -> dict[str, float]:
 
 #: However slowly an answer or a line is written.
 PATIENT = {
-    "launcher.watch.hangs._STACKS_SECONDS": 8,
-    "launcher.reports.events._END_SECONDS": PATIENCE,
+    "launcher.hangs._STACKS_SECONDS": 8,
+    "launcher.output._END_SECONDS": PATIENCE,
 }
 
 
@@ -102,7 +102,7 @@ def test_over_rounds(script, tmp_path, wait_until):
 
 
 def check_metrics(found: dict[str, float]) -> None:
-    name = metric_names.PREFIX
+    name = metrics.PREFIX
     assert found[f'{name}rounds_total{{kind="signal"}}'] == 1
     assert found[f'{name}rounds_total{{kind="hang"}}'] == 1
     assert found[f'{name}hangs_total{{phase="step"}}'] == 1
@@ -120,7 +120,7 @@ def check_metrics(found: dict[str, float]) -> None:
             assert found[f'{name}phase_seconds_total{{activity="{activity}",rank="{rank}"}}'] > 0
         for stage in ("rendezvous", "build", "load", "first_step"):
             assert found[f'{name}recovery_seconds{{rank="{rank}",stage="{stage}"}}'] > 0
-    known = {spec.exposed for spec in (*metric_names.WORKER, *metric_names.LAUNCHER)}
+    known = {spec.exposed for spec in (*metrics.WORKER, *metrics.LAUNCHER)}
     ours = {re.sub(r"(_bucket|_sum|_count)?({.*)?$", "", sample) for sample in found}
     assert {sample for sample in ours if not sample.endswith("_created")} <= known
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from ddpjob_trainer.snapshot import commands
+from ddpjob_trainer.snapshot import reader
 from ddpjob_trainer.snapshot.reader import find
 from devcluster import process
 from support.launching import HANDLES, launched
@@ -189,7 +189,7 @@ def test_a_stranger_at_the_store_forges_all_it_can_and_changes_nothing(training,
     assert training.codes() == [0, 0, 0], training.errors
     assert training.outcome() == undisturbed
     root = training.directory / "snapshots"
-    assert commands.verify(root) == 0
+    assert reader.verify(root) == 0
     assert [found.step for found in find(root)][-2:] == [12, 16]
     told = "".join(training.errors)
     assert told.count("ignored a forged all-here/0/0 in torch's store") >= 1

@@ -19,10 +19,10 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot import manager
-from ddpjob_trainer.snapshot.ondisk import checked_json, manifest
+from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.restore import load
-from ddpjob_trainer.snapshot.save import staging
-from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save import layout
+from ddpjob_trainer.snapshot.save.parts import PartReports, Report
 from ddpjob_trainer.state.codec import unflatten
 from support.patience import PATIENCE, wait_for
 from support.snapshots import await_snapshot, error, flip, whole
@@ -102,7 +102,7 @@ def test_what_can_never_be_stored_ends_the_run(
 
     def program(rank: int) -> None:
         if what == "too large":
-            checked_json.MAX_BYTES = 20_000
+            disk.MAX_JSON_BYTES = 20_000
         every = 2 if since == 3 else 50
         run, wrapped = begin(tmp_path / "snapshots", 60, every=every)
         run.register("notes", notes := Notes())
@@ -157,7 +157,7 @@ def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, wh
         run, wrapped = begin(tmp_path / "snapshots", keep=9)
         notes = Notes()
         run.register("notes", notes)
-        take, free, calls = staging.Pool.take, staging.Pool.free, []
+        take, free, calls = layout.Pool.take, layout.Pool.free, []
 
         def each(step: int) -> None:
             notes.value, bad = step, rank == odd and step == 3
@@ -165,9 +165,9 @@ def test_what_fails_on_one_rank_costs_one_snapshot(gang, tmp_path, what, odd, wh
             if what == "error" and bad:
                 notes.state_dict = Mock(side_effect=ValueError("odd"))  # type: ignore[method-assign]
             if what == "room":
-                staging.Pool.free = (lambda _: False) if bad else free
+                layout.Pool.free = (lambda _: False) if bad else free
             if what == "memory":
-                staging.Pool.take = Mock(side_effect=error(errno.ENOMEM)) if bad else take
+                layout.Pool.take = Mock(side_effect=error(errno.ENOMEM)) if bad else take
 
         train(run, wrapped, each)
         collected = [after > before for before, after in itertools.pairwise(calls)]

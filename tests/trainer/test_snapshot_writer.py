@@ -20,15 +20,13 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store
 from ddpjob_trainer.errors import HardwareError
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.manager import SnapshotManager
-from ddpjob_trainer.snapshot.ondisk import checked_json, disk, manifest
+from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.ondisk.manifest import DataFile
 from ddpjob_trainer.snapshot.restore.load import Source, open_source
 from ddpjob_trainer.snapshot.save import writer as writer_module
-from ddpjob_trainer.snapshot.save.layout import Captured
-from ddpjob_trainer.snapshot.save.part_reports import PartReports
-from ddpjob_trainer.snapshot.save.read_back import ReadBack
-from ddpjob_trainer.snapshot.save.staging import Pool
+from ddpjob_trainer.snapshot.save.layout import Captured, Pool
+from ddpjob_trainer.snapshot.save.parts import PartReports, ReadBack
 from ddpjob_trainer.snapshot.save.writer import Outcome, SnapshotWriter, StagedPart
 from ddpjob_trainer.state.codec import flatten
 from support.patience import PATIENCE, wait_for
@@ -297,7 +295,7 @@ def test_a_directory_that_is_gone_and_a_manifest_too_large_are_told(
     ranks.directory.mkdir()
     assert [ranks.save(step) for step in (4, 5)] == ["", ""]
     with monkeypatch.context() as patch:
-        patch.setattr(checked_json, "MAX_BYTES", 1 << 10)
+        patch.setattr(disk, "MAX_JSON_BYTES", 1 << 10)
         assert ranks.save(6).startswith("names and numbers take "), "none could read it again"
     wait_removed(ranks, 6)
     assert ranks.save(7) == ""

@@ -307,7 +307,7 @@ if round_ == "0":
     from pathlib import Path
     from ddpjob_trainer.liveness.heartbeat import COMPILES, RankStateWriter
     writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
-    writer.tell(COMPILES, {})
+    writer.report(COMPILES, {})
     writer.update(phase="step", step=1)
     trace = Path(__file__).resolve().parent / "trace"
     while '"spares"' not in trace.read_text():

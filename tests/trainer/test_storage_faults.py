@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.checked_json import seal
+from ddpjob_trainer.snapshot.ondisk.disk import seal
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.restore import resume
 from support.patience import wait_for

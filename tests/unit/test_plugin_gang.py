@@ -9,7 +9,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd
-from ddpjob_trainer.telemetry import metric_names
+from ddpjob_trainer.telemetry import metrics
 from kubectl_ddp import cli, gang, text
 from kubectl_ddp.commands import events, snapshots, status
 from kubectl_ddp.failure import Failure
@@ -181,7 +181,7 @@ def test_without_stacks_it_is_said_whether_anybody_watches(say, words, monkeypat
 
 class TestPages:
     def test_the_trainer_gives_what_is_read(self):
-        exposed = {spec.exposed for spec in metric_names.WORKER}
+        exposed = {spec.exposed for spec in metrics.WORKER}
         assert gang.METRIC_SNAPSHOT_AT in exposed
         assert {"phase", "round", "attempt", "step", "totalSteps", "loss", "samplesPerSecond",
                 "stepsPerSecond", "snapshotStep", "stacks",

@@ -18,8 +18,8 @@ PATTERN = re.compile("search|match|fullmatch|findall|finditer|sub|split")
 #: Whose words which modules read.
 STRANGERS = {
     "torch, its transports, CUDA and Python": "comm/peer_loss comm/rendezvous gpu/accelerator"
-    " gpu/faults gradients/determinism hub/root_cause processes/at_start launcher/worker_group"
-    " optim/ema restore/load_state",
+    " gpu/devices gradients/determinism hub/root_cause processes/source launcher/worker_group"
+    " optim/update restore/load",
     "older launchers": "ddpjob_contract/exits hub/messages",
     "anybody, for passwords in URLs": "ddpjob_contract/text",
     "the API server and its policies, the scheduler, kubelets, runtimes": "core/evidence"

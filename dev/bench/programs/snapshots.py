@@ -76,7 +76,7 @@ class Ours(Way):
         self._snapshots.save(step, self._state, CONFIG, last=False)
 
     def finish(self) -> None:
-        self._snapshots.settle()
+        self._snapshots.wait_durable()
 
 
 class Synchronous(Way):

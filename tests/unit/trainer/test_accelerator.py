@@ -14,7 +14,7 @@ from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError, HardwareError
 from ddpjob_trainer.gpu import accelerator, devices
 from ddpjob_trainer.state.stateful import stateful
-from ddpjob_trainer.training.leaving.shutdown import exit_code_of
+from ddpjob_trainer.training.shutdown import exit_code_of
 
 CPU = torch.device("cpu")
 

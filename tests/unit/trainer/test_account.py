@@ -2,9 +2,9 @@
 
 import pytest
 
-from ddpjob_trainer.launcher.reports.account import Account
+from ddpjob_trainer.launcher.reports.state import Account
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, StepSeconds, read_state
-from ddpjob_trainer.liveness.step_account import StepAccount
+from ddpjob_trainer.liveness.step_times import StepAccount
 
 
 def state(**seconds: float) -> RankState:

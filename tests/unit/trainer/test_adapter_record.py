@@ -51,7 +51,7 @@ def test_a_run_from_its_resume_to_its_end(tmp_path, mine):
     assert (state.phase, state.step, state.loss, state.activity) == ("step", 11, 0.5, "data")
     assert state.marks > first.marks
     mine.saving()
-    mine.told(0.25)  # between a checkpoint's begin and its end
+    mine.add_loss(0.25)  # between a checkpoint's begin and its end
     assert (seen(tmp_path).phase, seen(tmp_path).snapshot_step) == ("snapshot", 10)
     mine.saved(11)
     state = seen(tmp_path)
@@ -75,7 +75,7 @@ def test_a_loss_is_read_now_and_then_and_whatever_it_is_it_stops_nothing(tmp_pat
     for step in range(100):
         mine.stepped(step + 1, Loss())
     assert 1 <= reads < 100
-    mine.told("much")  # type: ignore[arg-type]
+    mine.add_loss("much")  # type: ignore[arg-type]
     state = seen(tmp_path)
     assert (state.step, state.loss) == (100, None)
     assert "totalSteps" not in state_body(state, attempt=1, round_=0), "nobody knows it"

@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from ddpjob_trainer.launcher.processes.at_start import would_repeat
 from ddpjob_trainer.launcher.processes.fork_server import Program
+from ddpjob_trainer.launcher.processes.source import would_repeat
 
 FOUND = "FileNotFoundError: [Errno 2] No such file or directory: "
 

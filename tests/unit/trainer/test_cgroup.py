@@ -6,8 +6,8 @@ import pytest
 
 from ddpjob_trainer.launcher.hub.root_cause import kind
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.processes import cgroup
-from ddpjob_trainer.launcher.processes.cgroup import Memory, killed, read
+from ddpjob_trainer.launcher.processes import children
+from ddpjob_trainer.launcher.processes.children import Memory, oom_killed, read_memory
 from support.worker_group import make_group
 
 GIB = 2**30
@@ -45,17 +45,17 @@ def test_kills_limit_and_peak_are_read(own, base, names, tmp_path):
     write(tmp_path / "cgroup" / base, names, 2, 2 * GIB, GIB)
     write(tmp_path / "cgroup" / base / "job", names, 2, NONE_V1, 7)
     write(tmp_path / "c2", V2, 9, 9, 9)
-    assert read(tmp_path / "cgroup", tmp_path / "own") == Memory(2, 2 * GIB, GIB)
+    assert read_memory(tmp_path / "cgroup", tmp_path / "own") == Memory(2, 2 * GIB, GIB)
 
 
 def test_no_limit_and_no_peak_are_unknown(tmp_path):
     own = tmp_path / "own"
     own.write_text("0::/\n")
     write(tmp_path, V2, 0, "max", None)
-    assert read(tmp_path, own) == Memory(0, None, None)
+    assert read_memory(tmp_path, own) == Memory(0, None, None)
     own.write_text("4:memory:/\n")
     write(tmp_path / "memory", V1, 1, NONE_V1, 5)
-    assert read(tmp_path, own) == Memory(1, None, 5)
+    assert read_memory(tmp_path, own) == Memory(1, None, 5)
 
 
 @pytest.mark.parametrize("text", [None, "", "garbage", "0::/", "4:memory:/"])
@@ -63,10 +63,10 @@ def test_where_nobody_tells_nothing_is_known(text, tmp_path):
     own = tmp_path / "own"
     if text is not None:
         own.write_text(text)
-    assert read(tmp_path / "none", own) is None
+    assert read_memory(tmp_path / "none", own) is None
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory" / V1[0]).write_text("under_oom 0\n")  # of a kernel that does not count
-    assert read(tmp_path, own) is None
+    assert read_memory(tmp_path, own) is None
 
 
 FREE, LIMITED = Memory(0, None, None), Memory(1, 2 * GIB, 2 * GIB)
@@ -87,7 +87,7 @@ OF_NODE = "the kernel killed it, as its node had none left: raise resources.requ
     ],
 )
 def test_the_words_tell_limit_peak_and_cure(before, now, words):
-    assert killed(before, now) == (f"out of memory ({words}" if words else "")
+    assert oom_killed(before, now) == (f"out of memory ({words}" if words else "")
 
 
 OF_A_LOADER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed. "
@@ -110,7 +110,9 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
     status, said, grows, named, tmp_path, monkeypatch
 ):
     found = [LIMITED, Memory(LIMITED.kills + grows, 2 * GIB, 2 * GIB)]
-    monkeypatch.setattr(cgroup, "read", lambda: found.pop(0) if len(found) > 1 else found[0])
+    monkeypatch.setattr(
+        children, "read_memory", lambda: found.pop(0) if len(found) > 1 else found[0]
+    )
     monkeypatch.setattr(OutputPump, "exception", lambda self, rank, crashed=False: said)
     workers, told = make_group(tmp_path)
     workers.ended(4194305, status, 1.0)
@@ -124,7 +126,7 @@ def test_an_end_is_for_lack_of_memory_if_the_kernel_has_killed(
 
 def test_who_was_killed_from_here_was_not_killed_by_the_kernel(tmp_path, monkeypatch):
     found = [FREE, LIMITED]
-    monkeypatch.setattr(cgroup, "read", lambda: found.pop(0))
+    monkeypatch.setattr(children, "read_memory", lambda: found.pop(0))
     workers, _ = make_group(tmp_path)
     workers.stop(0.0, last_words=0)
     workers.ended(4194304, -9, 1.0)

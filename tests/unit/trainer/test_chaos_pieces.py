@@ -25,8 +25,8 @@ from ddpjob_trainer import failpoints
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.training.replay import recorder as recording
-from ddpjob_trainer.training.replay.recorder import Recorder
+from ddpjob_trainer.training.replay import records as recording
+from ddpjob_trainer.training.replay.records import Recorder
 
 KILL = Kill(1, 9, 0.0, 0, signal.SIGTERM)
 PACE = Pace(total_steps=40, epoch=8, every=5, step_seconds=0.01, start_seconds=1.0)
@@ -228,7 +228,7 @@ def test_any_part_that_differs_is_named(tmp_path, undisturbed, disturbed, found)
 
 def recorded(directory: Path, state: TrainingState, *, committed: bool) -> RankStory:
     recorder = Recorder(directory, 0)
-    recorder.told(3, "evaluate()", {"loss": 0.5, "hits": 2})
+    recorder.logged(3, "evaluate()", {"loss": 0.5, "hits": 2})
     recorder.ended(state, committed=committed)
     records = Records(directory, 1)
     records.look()

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.launcher.watch import checkpoints
-from ddpjob_trainer.launcher.watch.checkpoints import Checkpoints, matches
+from ddpjob_trainer.launcher import workdir
+from ddpjob_trainer.launcher.workdir import Checkpoints, matching_checkpoints
 from support.patience import PATIENCE
 
 
 def newest(pattern: str, folder: Path, *, emptied: bool = False) -> str:
-    return next((name for *_, name in matches(pattern, folder, emptied=emptied)), "")
+    return next((name for *_, name in matching_checkpoints(pattern, folder, emptied=emptied)), "")
 
 
 def write(path: Path, at: int, content: str = "x") -> None:
@@ -65,7 +65,7 @@ def test_a_file_server_that_does_not_answer_is_asked_once(monkeypatch):
         answers.wait(PATIENCE)
         return [(1, [], (0, 1), "ck/1.pt")]
 
-    monkeypatch.setattr(checkpoints, "matches", look)
+    monkeypatch.setattr(workdir, "matches", look)
     looked = Checkpoints("ck/*.pt")
     assert [looked.look(), looked.look()] == [None, None]
     answers.set()

@@ -23,12 +23,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from ddpjob_trainer.data.fetch import Batches, BatchSettings, Work
+from ddpjob_trainer.data.fetch import Batches, BatchSettings, Work, dying_with_parent
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, open_input
 from ddpjob_trainer.data.order import Sequential, Shuffled, Weighted
 from ddpjob_trainer.data.stream import Stream
 from ddpjob_trainer.data.user_samplers import Sampled
-from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
 

@@ -21,7 +21,7 @@ from ddpjob_trainer.data.order import (
     steps_per_epoch,
 )
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.origin import compare
+from ddpjob_trainer.snapshot.manager import compare_configs
 
 #: In standard deviations. The numbers are fixed, so this never fails by chance.
 FAR = 4.0
@@ -141,8 +141,8 @@ def test_a_snapshot_of_another_order_is_refused():
     made: dict[str, Any] = dict.fromkeys(("seed", "global_batch", "samples", "tail", "level"), 1)
     mine = {**made, "order": Shuffled(7, 10).name}
     with pytest.raises(ConfigError, match=r"order=sequential, now it is shuffled/2.*data order"):
-        compare({**made, "order": "sequential"}, mine, 1, ())
-    compare(mine, mine, 1, ())
+        compare_configs({**made, "order": "sequential"}, mine, 1, ())
+    compare_configs(mine, mine, 1, ())
 
 
 def test_samples_are_drawn_by_their_weights_which_the_order_is_named_after():

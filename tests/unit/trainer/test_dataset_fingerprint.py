@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from ddpjob_trainer.data import dataset_fingerprint
+from ddpjob_trainer.data import fetch, generators
 from ddpjob_trainer.data.fetch import BatchSettings
 from ddpjob_trainer.data.inputs import Indexed, InputOptions, open_input
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
-from ddpjob_trainer.state import rng
-from ddpjob_trainer.training.run_config import take_data
+from ddpjob_trainer.training.run_config import dataset_warning
 
 X = torch.randn(40, 3, generator=torch.Generator().manual_seed(1))
 
@@ -116,13 +115,13 @@ def test_of_a_dataset_of_the_scripts_own_rank_0_warns(other, workers):
 
 def test_three_samples_of_the_first_step_are_made_once_and_move_nothing():
     torch.manual_seed(1)
-    before = rng.capture()
+    before = generators.capture()
     every = [Own(X) for _ in range(3)]
     assert compared(every) == ""
     assert [len(one.calls) for one in every] == [3] * 3
     order = opened(TensorDataset(X), 0).order
     assert every[0].calls == order.samples(order.batch(2)[:3]).tolist()
-    assert rng.capture() == before
+    assert generators.capture() == before
     alone = Own(X)
     opened(alone, 0, ranks=1)
     assert alone.calls == [], "nothing to compare with"
@@ -138,17 +137,17 @@ def test_a_snapshot_knows_the_length_and_the_indices():
         return found
 
     stored = of(Subset(Own(X), range(9)))
-    assert take_data({"data": stored}, stored) == ""
-    changed = take_data({"data": stored}, of(Subset(Own(X), [*range(8), 9])))
+    assert dataset_warning({"data": stored}, stored) == ""
+    changed = dataset_warning({"data": stored}, of(Subset(Own(X), [*range(8), 9])))
     assert "not that of the snapshot, by the indices of its Subset" in changed
-    assert "by its length" in take_data({"data": stored}, of(Subset(Own(X), range(8))))
-    assert take_data({}, stored) == ""
-    assert take_data({"data": stored}, None) == ""
+    assert "by its length" in dataset_warning({"data": stored}, of(Subset(Own(X), range(8))))
+    assert dataset_warning({}, stored) == ""
+    assert dataset_warning({"data": stored}, None) == ""
 
 
 def test_last_bits_and_folders_of_other_machines_are_no_difference():
     def of(sample: Any) -> list[list[list[float]]]:
-        return [[dataset_fingerprint.numbers(sample)]]
+        return [[fetch.sample_numbers(sample)]]
 
     pairs = [
         (X, (X.double() * (1 + 1e-6)).float()),
@@ -156,10 +155,10 @@ def test_last_bits_and_folders_of_other_machines_are_no_difference():
         (("/tmp/a1/3.png", 1), ("/tmp/b2/3.png", 1)),
     ]
     for one, other in pairs:
-        assert dataset_fingerprint.first_unequal(of(one) + of(other)) is None
+        assert fetch.first_unequal(of(one) + of(other)) is None
     long = list(range(50_000))
-    assert len(dataset_fingerprint.numbers(long)) < 100
+    assert len(fetch.sample_numbers(long)) < 100
     for one, other in [
         (X, X * 1.1), ("/tmp/3.png", "/tmp/3.jpg"), ([1, 2], [2, 1]), (long, [*long[:-1], 10**9]),
     ]:  # fmt: skip
-        assert dataset_fingerprint.first_unequal(of(one) + of(other)) == (1, 0)
+        assert fetch.first_unequal(of(one) + of(other)) == (1, 0)

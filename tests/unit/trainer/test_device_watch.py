@@ -9,7 +9,7 @@ import torch
 
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.liveness.hang import WAITING
-from ddpjob_trainer.training.device_watch import DeviceWatch
+from ddpjob_trainer.telemetry.progress import DeviceWatch
 from support.patience import PATIENCE
 from support.queued import Queued
 
@@ -20,7 +20,7 @@ class Progress:
         self.told: list[str] = []
         self.seconds: dict[str, float] = {}
 
-    def stands(self, activity: str) -> None:
+    def device_at(self, activity: str) -> None:
         self.told.append(activity)
 
     def measured_by(self, seconds: dict[str, float]) -> None:

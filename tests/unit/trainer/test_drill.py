@@ -17,7 +17,7 @@ from ddpjob_trainer.environment import (
     read_worker,
 )
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.training.replay.drill import SLOW_SECONDS, Drill
+from ddpjob_trainer.training.replay.replay import SLOW_SECONDS, Drill
 
 EVERY, TOTAL, EPOCH = 10, 100, 40
 
@@ -42,7 +42,7 @@ class Rank:
     def begin(self, done: int = 0, *, epoch: int | None = EPOCH, total: int = TOTAL) -> Rank:
         self.snapshots.newest = done or -1
         self.drill.begin(done, epoch=epoch, total=total)
-        self.drill.learn(self.drill.report())
+        self.drill.receive(self.drill.report())
         return self
 
     def due(self, step: int, newest: int) -> bool:
@@ -108,14 +108,14 @@ def test_each_run_has_a_defined_drill_or_none(where, done, more, found):
 
 def test_one_slow_rank_or_one_without_a_record_leaves_it_out_on_all():
     slow = Rank(took=SLOW_SECONDS + 1).begin()
-    slow.drill.learn(slow.drill.report())
+    slow.drill.receive(slow.drill.report())
     assert not slow.due(12, 10)
     (words,) = slow.said
     assert "took more than 60 s" in words
     assert "drill: Always" in words
     rank = Rank().begin()
     for sums, said in (([1.0, 0.0], 0), ([0.0, 1.0], 1)):
-        rank.drill.learn(sums)
+        rank.drill.receive(sums)
         assert not rank.due(12, 10)
         assert len(rank.said) == said
     alone = Rank()

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddpjob_trainer.optim.ema import make_ema
+from ddpjob_trainer.optim.update import make_ema
 
 
 def model() -> nn.Module:

@@ -13,10 +13,9 @@ import pytest
 
 from ddpjob_contract.evidence import EVIDENCE_MAX_BYTES, Evidence
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.evidence import bounds, commands, folder, incidents, writer
-from ddpjob_trainer.evidence.folder import MAX_ROUNDS
-from ddpjob_trainer.evidence.writer import Entry, Flight, Writer
-from ddpjob_trainer.snapshot.remote.evidence import EvidenceCopy, fetched
+from ddpjob_trainer.evidence import commands, folder
+from ddpjob_trainer.evidence.folder import MAX_ROUNDS, Entry, Flight, Writer
+from ddpjob_trainer.snapshot.remote.transfer import EvidenceCopy, fetched
 from support.patience import PATIENCE, wait_for
 
 AT = "2026-01-01T12:00:00Z"
@@ -38,14 +37,14 @@ def body(replica: int = 0, *ranks: Mapping[str, Any], **more: Any) -> Evidence:
 def kept(root: Path, *bodies: Evidence) -> None:
     root.mkdir(exist_ok=True)
     for one in bodies:
-        at = folder.place(one["uid"], one["attempt"], one["round"])
+        at = folder.round_folder(one["uid"], one["attempt"], one["round"])
         with folder.opened(root, at.name, make=True) as fd:
             folder.write(fd, f"replica-{one['replica']}.json", json.dumps(one).encode())
 
 
 def read(root: Path) -> Any:
-    (found,) = incidents.rounds(root)
-    return incidents.incident(found)
+    (found,) = commands.rounds(root)
+    return commands.incident(found)
 
 
 # --- Bounds -------------------------------------------------------------------------------------
@@ -53,30 +52,30 @@ def read(root: Path) -> Any:
 
 def test_last_lines_are_the_newest_that_fit():
     lines = [f"{n}\x1b[2J" for n in range(1000)]
-    shown = bounds.newest(lines, 500)
+    shown = folder.newest_lines(lines, 500)
     assert shown == lines[-len(shown) :]
     assert 300 < len(json.dumps(shown, separators=(",", ":"))) <= 502
-    assert bounds.newest(["x" * 1000], 500) == []
+    assert folder.newest_lines(["x" * 1000], 500) == []
 
 
 @pytest.mark.parametrize(("world", "nproc"), [(1, 1), (64, 64), (1024, 8), (10_000 * 8, 8)])
 def test_a_round_of_any_gang_is_bounded(world, nproc):
-    share = bounds.log_share(world, nproc)
+    share = folder.log_share(world, nproc)
     assert share * nproc <= 256 << 10
     assert share * world <= max(8 << 20, world * (2 << 10))
-    assert bounds.flight_share(world) * world <= 32 << 20
+    assert folder.flight_share(world) * world <= 32 << 20
 
 
 def test_a_file_that_is_too_large_keeps_the_log_of_what_failed():
     long = ["x" * 1000] * 25
     ranks = [rank(n, "failed" if n == 3 else "stopped", log=long) for n in range(64)]
-    data = bounds.encode(body(0, *ranks))
-    assert len(data) <= bounds.MOST_FILE
+    data = folder.encode(body(0, *ranks))
+    assert len(data) <= folder.MOST_FILE
     logs = {one["rank"]: one.get("log") for one in json.loads(data)["ranks"]}
     assert logs[3] == long
     assert logs[4] is None
     everywhere = [rank(n, "failed", log=long) for n in range(64)]
-    assert len(bounds.encode(body(0, *everywhere))) <= bounds.MOST_FILE
+    assert len(folder.encode(body(0, *everywhere))) <= folder.MOST_FILE
 
 
 # --- Folders ------------------------------------------------------------------------------------
@@ -90,7 +89,7 @@ def test_no_link_is_followed(tmp_path, planted):
     at = root / "evidence"
     if planted == "round":
         at.mkdir()
-        at /= folder.place("u", 1, 0).name
+        at /= folder.round_folder("u", 1, 0).name
     at.symlink_to(elsewhere)
     with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
         kept(root, body())
@@ -106,7 +105,7 @@ def test_what_a_killed_launcher_left_or_a_stranger_planted_is_no_obstacle(tmp_pa
 
 
 def age(root: Path, one: Evidence, seconds: int) -> None:
-    path = root / "evidence" / folder.place(one["uid"], one["attempt"], one["round"]).name
+    path = root / "evidence" / folder.round_folder(one["uid"], one["attempt"], one["round"]).name
     os.utime(path, ns=(seconds * 10**9, seconds * 10**9))
 
 
@@ -121,10 +120,13 @@ def test_the_newest_rounds_are_kept_and_nobody_prunes_a_later_one(tmp_path):
         age(tmp_path, one, n + 1)
     (tmp_path / "evidence" / "mine").mkdir()
     before = names(tmp_path)
-    folder.prune(tmp_path, folder.place("u", 1, 5), since=0)  # a zombie
-    assert before - names(tmp_path) == {folder.place("u", 1, n).name for n in range(5)}
-    folder.prune(tmp_path, folder.place("u", 1, 29), since=0)
-    assert names(tmp_path) == {"mine", *(folder.place("u", 1, n).name for n in range(10, 30))}
+    folder.prune(tmp_path, folder.round_folder("u", 1, 5), since=0)  # a zombie
+    assert before - names(tmp_path) == {folder.round_folder("u", 1, n).name for n in range(5)}
+    folder.prune(tmp_path, folder.round_folder("u", 1, 29), since=0)
+    assert names(tmp_path) == {
+        "mine",
+        *(folder.round_folder("u", 1, n).name for n in range(10, 30)),
+    }
 
 
 def test_of_another_job_only_what_was_over_before_is_pruned(tmp_path):
@@ -132,8 +134,8 @@ def test_of_another_job_only_what_was_over_before_is_pruned(tmp_path):
     kept(tmp_path, body(), *others)
     for n, one in enumerate(others):
         age(tmp_path, one, n + 1)
-    folder.prune(tmp_path, folder.place("u", 1, 0), since=6 * 10**9)
-    gone = {folder.place("other", 1, n).name for n in range(5)}
+    folder.prune(tmp_path, folder.round_folder("u", 1, 0), since=6 * 10**9)
+    gone = {folder.round_folder("other", 1, n).name for n in range(5)}
     assert not gone & names(tmp_path)
     assert len(names(tmp_path)) == 1 + 25
 
@@ -145,7 +147,7 @@ def test_bytes_are_bounded_too(tmp_path, monkeypatch):
         age(tmp_path, one, n + 1)
     size = folder.find(tmp_path)[0].size
     monkeypatch.setattr(folder, "MAX_BYTES", 3 * size)
-    folder.prune(tmp_path, folder.place("u", 1, 4), since=0)
+    folder.prune(tmp_path, folder.round_folder("u", 1, 4), since=0)
     assert len(names(tmp_path)) == 3
 
 
@@ -167,7 +169,7 @@ def test_on_a_full_disk_the_old_file_stays_and_nothing_else(tmp_path, monkeypatc
 
 
 def entry(one: Evidence, **more: Any) -> Entry:
-    at = folder.place(one["uid"], one["attempt"], one["round"])
+    at = folder.round_folder(one["uid"], one["attempt"], one["round"])
     return Entry(at, f"replica-{one['replica']}.json", one, **more)
 
 
@@ -181,7 +183,7 @@ def test_a_disk_that_hangs_holds_up_nobody_and_takes_the_newest_later(tmp_path, 
         write(*args)
 
     monkeypatch.setattr(folder, "write", hangs)
-    monkeypatch.setattr(writer, "_SLOW_SECONDS", -1.0)
+    monkeypatch.setattr(folder, "_SLOW_SECONDS", -1.0)
     found = Writer(tmp_path, print)
     found.put(entry(body()))
     assert came.wait(PATIENCE)
@@ -192,9 +194,9 @@ def test_a_disk_that_hangs_holds_up_nobody_and_takes_the_newest_later(tmp_path, 
     assert not answers.is_set()
     answers.set()
     wait_for(lambda: len(names(tmp_path)) == 5, "the newest to be written")
-    monkeypatch.setattr(writer, "_SLOW_SECONDS", PATIENCE)
+    monkeypatch.setattr(folder, "_SLOW_SECONDS", PATIENCE)
     found.flush(PATIENCE)
-    whys = {one.seen.place.round: one.files[0].get("why") for one in incidents.rounds(tmp_path)}
+    whys = {one.seen.folder.round: one.files[0].get("why") for one in commands.rounds(tmp_path)}
     assert all(in_time), "it was waited for until the disk answered"
     assert whys == {0: None, 96: "newer", 97: "newer", 98: "newer", 99: "newer"}
 
@@ -237,7 +239,7 @@ def test_flight_recorders_are_copied_bounded(tmp_path):
     assert read(tmp_path)["flight"] == ["rank-0.nccl.gz"]
     (where,) = (tmp_path / "evidence").iterdir()
     assert gzip.decompress((where / "rank-0.nccl.gz").read_bytes()) == b"dump" * 1000
-    told = next(incidents.rounds(tmp_path)).files[0]["flight"]
+    told = next(commands.rounds(tmp_path)).files[0]["flight"]
     assert [line.partition(":")[0] for line in told] == ["rank-0.nccl.gz", "rank 1", "rank 2"]
 
 
@@ -255,16 +257,16 @@ def test_evidence_is_uploaded_pruned_and_fetched(tmp_path):
     EvidenceCopy(url, root, frozenset({"replica-1.json"})).copy()
     with fetched(url) as there:
         assert {path.name for path in there.rglob("*.json")} == {"replica-0.json", "replica-1.json"}
-        assert len(list(incidents.rounds(there))) == 3
+        assert len(list(commands.rounds(there))) == 3
     copy = EvidenceCopy(url, root)
     copy.copy()
     kept(root, body(round=3, why="later"), body(round=MAX_ROUNDS))
     age(root, body(round=0), 1)
     copy.copy()
     with fetched(url) as there:
-        found = {one.seen.place.round: one for one in incidents.rounds(there, "u", attempt=1)}
-        assert list(incidents.rounds(there, "u", attempt=2)), "a younger round was pruned"
-        assert list(incidents.rounds(there, "another job"))
+        found = {one.seen.folder.round: one for one in commands.rounds(there, "u", attempt=1)}
+        assert list(commands.rounds(there, "u", attempt=2)), "a younger round was pruned"
+        assert list(commands.rounds(there, "another job"))
         assert found[3].files[0]["why"] == "later"
         assert "secret" not in found[3].names
     assert 0 not in found
@@ -273,7 +275,7 @@ def test_evidence_is_uploaded_pruned_and_fetched(tmp_path):
     kept(store, *younger)
     copy.copy()  # a zombie's
     names_there = names(store)
-    assert {folder.place("u", 2, n).name for n in range(MAX_ROUNDS + 5)} <= names_there
+    assert {folder.round_folder("u", 2, n).name for n in range(MAX_ROUNDS + 5)} <= names_there
     assert not there.exists()
 
 
@@ -289,7 +291,7 @@ def test_files_of_strangers_and_other_jobs_are_no_evidence(tmp_path):
     ]  # fmt: skip
     for n, one in enumerate(alien):
         (where / f"replica-{100 + n}.json").write_text(json.dumps(one))
-    (where / "replica-200.json").write_bytes(b"x" * (bounds.MOST_FILE + 1))
+    (where / "replica-200.json").write_bytes(b"x" * (folder.MOST_FILE + 1))
     (where / "replica-201.json").write_text("[" * 100_000)
     os.mkfifo(where / "replica-202.json")
     (where / "replica-203.json").symlink_to("/etc/passwd")

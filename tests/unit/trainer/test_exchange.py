@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddpjob_trainer.comm import interfaces, rendezvous
-from ddpjob_trainer.comm.exchange import send
-from ddpjob_trainer.comm.world import World
+from ddpjob_trainer.comm import rendezvous
+from ddpjob_trainer.comm.world import World, send
 from support.launching import free_ports
 
 
@@ -91,18 +90,18 @@ def test_the_interface_on_the_way_to_rank_0(given, node, own, expected, monkeypa
         return [(0, 0, 0, "", (node, 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", looked_up)
-    monkeypatch.setattr(interfaces, "_address", {"lo": "127.0.0.1", "eth1": "10.0.0.7"}.get)
+    monkeypatch.setattr(rendezvous, "_address", {"lo": "127.0.0.1", "eth1": "10.0.0.7"}.get)
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "ib0"), (3, "eth1")])
-    monkeypatch.setattr(interfaces, "_towards", lambda master: own)
-    monkeypatch.setattr(os, "environ", {interfaces.NAME: given} if given else {})
-    interfaces.choose("master")
-    assert os.environ.get(interfaces.NAME) == expected
+    monkeypatch.setattr(rendezvous, "_towards", lambda master: own)
+    monkeypatch.setattr(os, "environ", {rendezvous.INTERFACE: given} if given else {})
+    rendezvous.choose_interface("master")
+    assert os.environ.get(rendezvous.INTERFACE) == expected
 
 
 def test_addresses_of_this_machine():
-    assert interfaces._address("lo") == "127.0.0.1"
-    assert interfaces._address("no such") is None
-    assert interfaces._towards("127.0.0.1") == "127.0.0.1"
-    assert interfaces._towards("no-such-host.invalid") == ""
-    if own := interfaces._towards("192.0.2.1"):  # of a documentation network: nothing is sent
-        assert any(own == interfaces._address(name) for _, name in socket.if_nameindex())
+    assert rendezvous._address("lo") == "127.0.0.1"
+    assert rendezvous._address("no such") is None
+    assert rendezvous._towards("127.0.0.1") == "127.0.0.1"
+    assert rendezvous._towards("no-such-host.invalid") == ""
+    if own := rendezvous._towards("192.0.2.1"):  # of a documentation network: nothing is sent
+        assert any(own == rendezvous._address(name) for _, name in socket.if_nameindex())

@@ -13,10 +13,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.hub.calls import Calls
-from ddpjob_trainer.launcher.hub.client import HubClient
-from ddpjob_trainer.launcher.hub.listener import Listener
+from ddpjob_trainer.launcher import host
+from ddpjob_trainer.launcher.hub.membership import HubClient
 from ddpjob_trainer.launcher.hub.messages import (
     Call,
     Go,
@@ -28,6 +26,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     decode,
     encode,
 )
+from ddpjob_trainer.launcher.hub.server import Calls, Listener
 from support.hub_port import Port
 from support.launching import free_ports
 from support.patience import PATIENCE
@@ -73,7 +72,7 @@ class Launcher:
 
     def __init__(self, hello: Hello, *, least: int = 5, named: bool = True) -> None:
         self.selector = selectors.DefaultSelector()
-        self._name, door = sockets.bind(0), sockets.bind(0)
+        self._name, door = host.bind(0), host.bind(0)
         if named:
             self._name.listen()
             self._name.settimeout(PATIENCE)
@@ -265,7 +264,7 @@ def test_a_new_hub_takes_a_launcher_from_the_one_at_its_name():
     old = Port(lead)
     new = Port(replace(lead, pod="hub-7", birth=7, running=False), old.selector)
     client = HubClient(old.address, own, old.selector, lambda said: None, least=5)
-    door = sockets.bind(0)
+    door = host.bind(0)
     listener = Listener(door, old.selector, client.called)
     where = {1: ("127.0.0.1", door.getsockname()[1])}
     call = Call("uid", 7, "hub-7")

@@ -5,8 +5,8 @@ import torch
 
 from ddpjob_contract import ExitCode
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.gpu.faults import is_fault, judge
-from ddpjob_trainer.training.leaving.shutdown import exit_code_of
+from ddpjob_trainer.gpu.devices import is_fault, judge
+from ddpjob_trainer.training.shutdown import exit_code_of
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 NCCL = """\

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.launcher.watch import hangs
-from ddpjob_trainer.launcher.watch.hangs import HangWatch, StackRequest
+from ddpjob_trainer.launcher import hangs
+from ddpjob_trainer.launcher.hangs import HangWatch, StackRequest
 from ddpjob_trainer.liveness import stacks as stacks_module
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from ddpjob_trainer.launcher.hub.client import HubClient
+from ddpjob_trainer.launcher.hub.membership import HubClient
 from ddpjob_trainer.launcher.hub.messages import (
     Beat,
     Call,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.restore.load_state import fitting
+from ddpjob_trainer.snapshot.restore.load import fitting
 from ddpjob_trainer.snapshot.training_state import TrainingState, weights_sha256
 from ddpjob_trainer.state.codec import UnstorableError, flatten
 from ddpjob_trainer.state.stateful import GeneratorState

@@ -19,8 +19,7 @@ from ddpjob_trainer.environment import Key
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.local_round import LocalRound, Running
-from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher.output import Log, OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.reports import termination

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import State
-from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher import host
 from ddpjob_trainer.launcher.reports import endpoints
-from ddpjob_trainer.launcher.reports.endpoints import Server
-from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, as_text
+from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics, Server, as_text
 from ddpjob_trainer.launcher.reports.state import answer
 from support.descriptors import none_left
 from support.patience import PATIENCE
@@ -84,7 +83,7 @@ def test_an_endless_request_is_answered_and_closed_before_memory_fills(serve):
 
 
 def test_without_descriptors_it_waits_instead_of_trying_all_the_time(serve, monkeypatch):
-    monkeypatch.setattr(sockets, "FULL_SECONDS", 600.0)
+    monkeypatch.setattr(host, "FULL_SECONDS", 600.0)
     tries: list[float] = []
 
     class Counted(Server):

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ddpjob_trainer.launcher import log as log_module
-from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher import output as log_module
+from ddpjob_trainer.launcher.output import Log, OutputPump
 from support.patience import PATIENCE
 
 NEVER = 1e6  # seconds

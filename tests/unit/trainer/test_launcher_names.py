@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from ddpjob_contract.exits import kind_of
-from ddpjob_trainer.launcher.watch import names
-from ddpjob_trainer.launcher.watch.hangs import HangResponse
-from ddpjob_trainer.launcher.watch.names import Names
+from ddpjob_trainer.launcher import hangs
+from ddpjob_trainer.launcher.hangs import HangResponse, Names
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign
 from ddpjob_trainer.liveness.heartbeat import RankState
 from support.patience import PATIENCE
@@ -23,9 +22,9 @@ MASTER = "job-0.job.ns.svc"
 class Resolver:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.there, self.asked = False, threading.Event()
-        monkeypatch.setattr(names.socket, "getaddrinfo", self)
-        monkeypatch.setattr(names, "_PAUSE_SECONDS", 0.001)
-        monkeypatch.setattr(names, "_QUIET_TRIES", 5)
+        monkeypatch.setattr(hangs.socket, "getaddrinfo", self)
+        monkeypatch.setattr(hangs, "_PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(hangs, "_QUIET_TRIES", 5)
 
     def __call__(self, *_: object, **__: object) -> list[object]:
         self.asked.set()

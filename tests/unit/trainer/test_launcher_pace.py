@@ -1,6 +1,6 @@
 """Steps per second are those of the last minute."""
 
-from ddpjob_trainer.launcher.watch.pace import Pace
+from ddpjob_trainer.launcher.printed import Pace
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 

@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 from ddpjob_trainer.liveness.heartbeat import ACTIVITIES
-from ddpjob_trainer.telemetry import metric_names
+from ddpjob_trainer.telemetry import metrics
 
 PAGE = (Path(__file__).parents[3] / "docs/reference/metrics.md").read_text()
 ROW = re.compile(r"^\| `(ddpjob_trainer_\w+)` \| (\w+) \| (.*?) \| (.*?) \| (.+) \|$", re.MULTILINE)
-SPECS = (*metric_names.WORKER, *metric_names.LAUNCHER)
+SPECS = (*metrics.WORKER, *metrics.LAUNCHER)
 
 
 def test_the_page_has_a_row_for_each_metric_and_no_other():

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, as_text, forget_dead
+from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics, as_text, forget_dead
 from support.launching import PATHS
 from support.patience import PATIENCE
 

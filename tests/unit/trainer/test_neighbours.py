@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from ddpjob_trainer.launcher.hub import messages
-from ddpjob_trainer.launcher.hub.client import HubClient
+from ddpjob_trainer.launcher.hub.membership import HubClient
 from ddpjob_trainer.launcher.hub.messages import (
     Beat,
     Call,

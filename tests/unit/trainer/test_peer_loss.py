@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddpjob_contract import ExitCode
 from ddpjob_trainer.comm.peer_loss import brief, peer_loss
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.training.leaving.shutdown import exit_code_of
+from ddpjob_trainer.training.shutdown import exit_code_of
 
 LOST, CONFIG, OWN = ExitCode.PEER_LOST, ExitCode.BAD_CONFIG, 1
 GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp"

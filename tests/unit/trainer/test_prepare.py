@@ -11,10 +11,21 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import accelerator
-from ddpjob_trainer.optim.ema import make_ema
-from ddpjob_trainer.optim.update import Clip, Unit, Updater, check_parameters, match_schedulers
-from ddpjob_trainer.training.models.compiled import keep_bits
-from ddpjob_trainer.training.models.prepare import named, place, place_state, shaped_like
+from ddpjob_trainer.optim.update import (
+    Clip,
+    Unit,
+    Updater,
+    check_parameters,
+    make_ema,
+    match_schedulers,
+)
+from ddpjob_trainer.training.models.prepare import (
+    keep_bits,
+    move_to,
+    named,
+    place_state,
+    shaped_like,
+)
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for an accelerator
 
@@ -25,15 +36,15 @@ def sgd(model: nn.Module) -> Optimizer:
 
 def test_a_model_moves_unless_its_user_has_put_some_of_it_elsewhere():
     apart = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device=META))
-    place(apart, META)
-    place(apart, CPU)
+    move_to(apart, META)
+    move_to(apart, CPU)
     assert [layer.weight.device for layer in apart] == [CPU, META]
     norm = nn.BatchNorm1d(2)
     norm.running_mean = torch.zeros(2, device=META)  # a buffer counts
-    place(norm, META)
+    move_to(norm, META)
     assert norm.weight.device == CPU
     model = nn.BatchNorm1d(2)
-    place(model, META)
+    move_to(model, META)
     assert {t.device for t in (*model.parameters(), *model.buffers())} == {META}
 
 
@@ -200,7 +211,7 @@ def test_state_that_an_optimizer_has_made_already_follows_its_parameters():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)  # makes its own at once
     before = list(model.parameters())
-    place(model, META)
+    move_to(model, META)
     # On a GPU these are the same objects; torch makes new ones on meta only.
     moved = dict(zip(before, model.parameters(), strict=True))
     optimizer.param_groups[0]["params"] = list(moved.values())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpjob_contract.output import flaw
-from ddpjob_trainer.launcher.watch.printed import Numbers, Reader
+from ddpjob_trainer.launcher.printed import Numbers, Reader
 
 BAR = "|████▌     | "
 

@@ -18,10 +18,10 @@ import torch
 from ddpjob_trainer import cli
 from ddpjob_trainer.evidence import commands as evidence_commands
 from ddpjob_trainer.evidence import folder
-from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.snapshot import commands, origin, reader
+from ddpjob_trainer.launcher.output import Log
+from ddpjob_trainer.snapshot import manager, reader
 from ddpjob_trainer.snapshot.ondisk import manifest
-from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
+from ddpjob_trainer.snapshot.ondisk.disk import seal, unseal
 from ddpjob_trainer.state.codec import flatten
 from support.snapshots import open_snapshots
 
@@ -83,7 +83,7 @@ def evidence(uid: str, replica: int) -> dict[str, Any]:
 
 def test_evidence_is_plain_text_whatever_its_files_say(tmp_path, capsys):
     uid = f"u{WRITTEN}"
-    place = folder.place(uid, 1, 0)
+    place = folder.round_folder(uid, 1, 0)
     with folder.opened(tmp_path, place.name, make=True) as fd:
         folder.write(fd, "\x1b]0;t\x07.nccl.gz", b"")
     seen, parser = 0, cli._parser()
@@ -163,7 +163,7 @@ def test_snapshots_are_plain_text_whatever_their_files_say(tmp_path, capsys):
     assert "holds no snapshots" in plain(capsys.readouterr())
 
 
-@pytest.mark.parametrize("module", [evidence_commands, commands, reader, cli])
+@pytest.mark.parametrize("module", [evidence_commands, reader, cli])
 def test_the_commands_print_in_one_way(module):
     tree = ast.parse(inspect.getsource(module))
     calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -173,7 +173,7 @@ def test_the_commands_print_in_one_way(module):
 
 def test_ranks_and_launchers_quote_a_volume_in_one_plain_line(capfd):
     config = {"job": "mine", "program": {}, "total_steps": 3}
-    origin.tell(1, {"job": ODD, "program": {}}, config)
+    manager.resumed_from(1, {"job": ODD, "program": {}}, config)
     log = Log()
     log.say(ODD)
     log.flush()

@@ -13,8 +13,7 @@ from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_s
 from ddpjob_trainer.telemetry import progress as progress_module
 from ddpjob_trainer.telemetry.event_log import EventLog, read_events
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.telemetry.run_log import Pending, checked
-from ddpjob_trainer.telemetry.sinks import Log, Sink
+from ddpjob_trainer.telemetry.run_log import Log, Pending, Sink, checked
 
 
 @pytest.fixture

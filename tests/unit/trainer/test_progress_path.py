@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_trainer.launcher.reports import progress_path
-from ddpjob_trainer.launcher.reports.progress_path import NEVER, ProgressPath, newest_mtime
+from ddpjob_trainer.launcher.reports import state
+from ddpjob_trainer.launcher.reports.state import NEVER, ProgressPath, newest_mtime
 from support.patience import PATIENCE
 
 SECOND = 10**9
@@ -71,7 +71,7 @@ def test_a_large_directory_is_looked_at_in_part_the_newest_parts_first(
     touch("fresh/new", 5)
     os.utime(tmp_path / "many", ns=(0, 2 * SECOND))
     os.utime(tmp_path / "fresh", ns=(0, 5 * SECOND))
-    monkeypatch.setattr(progress_path, "MOST_ENTRIES", 10)
+    monkeypatch.setattr(state, "MOST_ENTRIES", 10)
     assert newest_mtime(tmp_path) == 5 * SECOND
 
 
@@ -102,7 +102,7 @@ def test_a_file_server_that_does_not_answer_stops_nobody(monkeypatch):
         answers.acquire(timeout=PATIENCE)
         return next(looks)
 
-    monkeypatch.setattr(progress_path, "newest_mtime", look)
+    monkeypatch.setattr(state, "newest_mtime", look)
     watched = ProgressPath(Path("x"))
     assert begun.acquire(timeout=PATIENCE)
     watched.poll(0.01)

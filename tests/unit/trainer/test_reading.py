@@ -13,13 +13,12 @@ from ddpjob_contract import OUTPUT
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher.launch_config import make_launch_config
-from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher.output import Log, OutputPump
+from ddpjob_trainer.launcher.printed import Reading
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.reports import termination
-from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, as_text
+from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics, as_text
 from ddpjob_trainer.launcher.reports.state import Results, state_body
-from ddpjob_trainer.launcher.watch.reading import Reading
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 

@@ -10,7 +10,7 @@ from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.optim.update import Clip, Unit, Updater
 from ddpjob_trainer.options import Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.training.leaving import refusal
+from ddpjob_trainer.training import shutdown
 from ddpjob_trainer.training.models.guard import Guard
 
 
@@ -36,7 +36,7 @@ def test_one_rank_says_it_for_all_that_have_the_same_to_say(errors):
     same = refused()
     other = refused(total_steps=10, global_batch=7)
     for rank, error in ((1, same), (0, same), (2, other)):
-        assert refusal.tell(rank, error, error.__traceback__)
+        assert shutdown.print_refusal(rank, error, error.__traceback__)
     first, second = errors()
     assert first.startswith("ddpjob: rank 1: ConfigError: total_steps=0 must be at least 1 [")
     assert f"{__file__}, line " in first
@@ -48,15 +48,15 @@ def test_without_a_launcher_or_a_writable_place_every_rank_says_it(errors, monke
     error = refused()
     for directory in ("", str(tmp_path / "missing")):
         monkeypatch.setenv(environment.STATE_DIR, directory)
-        assert [refusal.tell(rank, error, None) for rank in range(2)] == [True, True]
+        assert [shutdown.print_refusal(rank, error, None) for rank in range(2)] == [True, True]
         assert len(errors()) == 2
 
 
 def test_the_traceback_stays_for_who_wants_it_and_for_every_other_error(errors, monkeypatch):
-    assert not refusal.tell(0, PeerLostError("gone"), None)
-    assert not refusal.tell(0, ValueError("a bug"), None)
+    assert not shutdown.print_refusal(0, PeerLostError("gone"), None)
+    assert not shutdown.print_refusal(0, ValueError("a bug"), None)
     monkeypatch.setenv(environment.TRACEBACK, "1")
-    assert not refusal.tell(0, refused(), None)
+    assert not shutdown.print_refusal(0, refused(), None)
     assert errors() == []
 
 
@@ -71,6 +71,6 @@ def test_the_line_is_the_scripts_though_torch_called_our_hook(errors):
             optimizer.step()
     finally:
         guard.stop()
-    assert refusal.tell(0, found.value, found.value.__traceback__)
+    assert shutdown.print_refusal(0, found.value, found.value.__traceback__)
     [line] = errors()
     assert f"[{__file__}, line " in line

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.launcher.reports.state import Results
-from ddpjob_trainer.liveness.heartbeat import PROOF, RankStateWriter, read_told
+from ddpjob_trainer.liveness.heartbeat import PROOF, RankStateWriter, read_report
 from ddpjob_trainer.training.replay import replay
 from ddpjob_trainer.training.replay.records import (
     BYTES,
@@ -23,8 +23,7 @@ from ddpjob_trainer.training.replay.records import (
     difference,
     record_path,
 )
-from ddpjob_trainer.training.replay.replay import Replay
-from ddpjob_trainer.training.replay.samples import Digest, of_generators
+from ddpjob_trainer.training.replay.replay import Digest, Replay, of_generators
 
 KEY = b"k" * KEY_BYTES
 CPU = torch.device("cpu")
@@ -178,7 +177,7 @@ class Life:
             self.replay.batch(torch.ones(3))
             report = self.replay.report()
             step: Any = SimpleNamespace(index=self.step, losses=[torch.tensor(loss)])
-            self.replay.learn(report)
+            self.replay.receive(report)
             self.replay.step_ended(step)
             self.replay.known()
             self.step += 1
@@ -272,14 +271,14 @@ def test_the_launcher_reads_the_proof_and_no_unchecked_restart_undoes_it(tmp_pat
     gang: Any = SimpleNamespace(
         state=lambda rank: None, snapshot_step=lambda: -1, state_dir=tmp_path
     )
-    assert read_told(tmp_path, PROOF) is None
+    assert read_report(tmp_path, PROOF) is None
     tells, known = RankStateWriter(tmp_path, 0), Results()
     for proof in (None, {"unchecked": "why"}, {"equal": True}, {"equal": False}):
         if proof is not None:
-            tells.tell(PROOF, proof)  # type: ignore[arg-type]
+            tells.report(PROOF, proof)  # type: ignore[arg-type]
         known = known.after(gang)
         assert known.proof == proof
-    tells.tell(PROOF, {"unchecked": "why"})
+    tells.report(PROOF, {"unchecked": "why"})
     assert known.after(gang).proof == {"equal": False}
     (tmp_path / "proof.json").write_text("[")
-    assert read_told(tmp_path, PROOF) is None
+    assert read_report(tmp_path, PROOF) is None

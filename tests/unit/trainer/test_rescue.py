@@ -19,11 +19,9 @@ from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.restore.load import open_source
 from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256
-from ddpjob_trainer.state.modes import Modes
-from ddpjob_trainer.state.values import Values
-from ddpjob_trainer.training.leaving import rescue as rescue_
-from ddpjob_trainer.training.leaving.boundary import Boundary, ChangedError
-from ddpjob_trainer.training.leaving.rescue import Rescue, word_of
+from ddpjob_trainer.state.stateful import Modes, Values
+from ddpjob_trainer.training import rescue as rescue_
+from ddpjob_trainer.training.rescue import Boundary, ChangedError, Rescue, word_of
 from support.patience import PATIENCE
 from support.snapshots import whole
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from ddpjob_trainer.environment import Key
-from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
+from ddpjob_trainer.launcher.host import NoRoomError, RuntimeDir
 from support.launching import PATHS
 
 _HOLD = """
 import sys, time
-from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
+from ddpjob_trainer.launcher.host import RuntimeDir
 print(RuntimeDir(2, (sys.argv[1],)).path, flush=True)
 time.sleep(600)
 """

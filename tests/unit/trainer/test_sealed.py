@@ -22,7 +22,7 @@ from ddpjob_trainer.environment import (
     take_key,
 )
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
+from ddpjob_trainer.snapshot.save.parts import PartReports, Report
 from support.sealed import OWN, board, seal
 
 WRONG = json.dumps({"rank": 1, "bytes": 9, "crc32": 1, "own": [], "fingerprint": 0, "text": ""})

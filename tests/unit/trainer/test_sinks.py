@@ -7,8 +7,8 @@ import threading
 import types
 from functools import partial
 
-from ddpjob_trainer.telemetry import sinks as sinks_module
-from ddpjob_trainer.telemetry.sinks import Opener, Sink, tensorboard
+from ddpjob_trainer.telemetry import run_log as sinks_module
+from ddpjob_trainer.telemetry.run_log import Opener, Sink, tensorboard
 from support.patience import PATIENCE
 
 

@@ -26,11 +26,10 @@ import pytest
 import torch
 
 from ddpjob_trainer import cli
-from ddpjob_trainer.snapshot.ondisk import checked_json, disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
-from ddpjob_trainer.snapshot.ondisk.files import data_name
+from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
+from ddpjob_trainer.snapshot.ondisk.disk import seal, unseal
+from ddpjob_trainer.snapshot.ondisk.files import data_name, retain
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
-from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.restore.load import open_source
 from support.snapshots import error, exit_code, loaded_step, newest_manifest, saved, whole
 
@@ -162,9 +161,9 @@ def many_names() -> bytes:
     """As many as may be."""
     half = (2 << 20) // 2
     with pytest.raises(ValueError, match="names and numbers, at most"):
-        checked_json.check(b"[]," * (half + 1))
+        disk.check_json(b"[]," * (half + 1))
     names = ",".join(f'"{number:x}":[]' for number in range(half - 10))
-    checked_json.check(sealed(text := ('{"tree":{' + names + "}}").encode()))
+    disk.check_json(sealed(text := ('{"tree":{' + names + "}}").encode()))
     return text
 
 

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.retention import retain
+from ddpjob_trainer.snapshot.ondisk.files import retain
 from ddpjob_trainer.snapshot.restore.load import open_source
 from support.snapshots import (
     Store,

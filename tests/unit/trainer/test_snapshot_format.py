@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.ema import make_ema
-from ddpjob_trainer.snapshot.ondisk import data_file, disk, files, manifest
-from ddpjob_trainer.snapshot.ondisk.data_file import Piece
+from ddpjob_trainer.optim.update import make_ema
+from ddpjob_trainer.snapshot.ondisk import disk, files, manifest
+from ddpjob_trainer.snapshot.ondisk.files import Piece
 from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.save import layout
 from ddpjob_trainer.snapshot.training_state import TrainingState
@@ -210,12 +210,12 @@ def test_every_element_has_one_writer_and_all_write_as_much(monkeypatch, writers
 
 
 def test_a_file_is_read_as_it_was_laid_out(tmp_path):
-    pieces = data_file.order([Piece("b", "U8", 3), Piece("a", "F64", 2), Piece("c", "BF16", 5)])
+    pieces = files.order_pieces([Piece("b", "U8", 3), Piece("a", "F64", 2), Piece("c", "BF16", 5)])
     assert [piece.dtype for piece in pieces] == ["F64", "BF16", "U8"]
-    head = data_file.header(pieces)
+    head = files.data_header(pieces)
     (tmp_path / "head").write_bytes(head)
     with (tmp_path / "head").open("rb") as file:
-        found = data_file.read_header(file, len(head) + sum(piece.bytes for piece in pieces))
+        found = files.read_data_header(file, len(head) + sum(piece.bytes for piece in pieces))
     offsets = {key: offset - len(head) for key, (_, offset) in found.items()}
     assert offsets == {"a": 0, "c": 16, "b": 26}
     assert len(head) % 8 == 0

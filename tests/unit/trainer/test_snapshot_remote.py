@@ -28,15 +28,14 @@ from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.launcher.reports.evidence import Keeper
 from ddpjob_trainer.snapshot.ondisk import lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
+from ddpjob_trainer.snapshot.ondisk.disk import seal, unseal
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.reader import read_snapshot
 from ddpjob_trainer.snapshot.remote import client, process
 from ddpjob_trainer.snapshot.remote.client import Uploads, check_upload, fetch_if_newer
-from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.process import UploadQueue as Retries
 from ddpjob_trainer.snapshot.remote.store import Store, file_system
-from ddpjob_trainer.snapshot.remote.upload import Uploader, draw
+from ddpjob_trainer.snapshot.remote.transfer import Uploader, draw, fetch
 from support.patience import PATIENCE, wait_for
 from support.snapshots import Clock, loaded_step, open_snapshots, save, saved
 from support.snapshots import Store as Disk
@@ -365,7 +364,7 @@ def test_a_store_that_cannot_be_reached_is_said_and_counted(tmp_path, capfd):
     with uploading(f"file://{tmp_path}/store", saved(tmp_path / "a", 1)) as (uploads, counted):
         uploads.committed(1)
         while not counted:
-            uploads.hear(5)
+            uploads.receive(5)
         (tmp_path / "store").unlink()
     assert (counted[0], counted[-1]) == (None, 1)
     assert capfd.readouterr().err.count("the snapshot of step 1 was not uploaded: ") == 1

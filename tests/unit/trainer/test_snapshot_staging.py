@@ -15,11 +15,10 @@ from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
-from ddpjob_trainer.snapshot.save import staging
+from ddpjob_trainer.snapshot.save import layout
 from ddpjob_trainer.snapshot.save import writer as writer_module
-from ddpjob_trainer.snapshot.save.layout import Captured
-from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.save.staging import Pool
+from ddpjob_trainer.snapshot.save.layout import Captured, Pool
+from ddpjob_trainer.snapshot.save.parts import PartReports, Report
 from ddpjob_trainer.snapshot.save.writer import SnapshotWriter, StagedPart, versions_of
 from ddpjob_trainer.state.codec import Flat
 from support.patience import PATIENCE, wait_for
@@ -78,7 +77,7 @@ def test_memory_is_reused_and_what_is_pinned_is_unpinned():
 
 
 def test_memory_that_cannot_be_pinned_is_used_and_named_once(monkeypatch, capfd):
-    monkeypatch.setattr(staging, "_told_unpinned", False)
+    monkeypatch.setattr(layout, "_told_unpinned", False)
     device = Pins(full=True)
     pool = Pool(device)
     pool.prepare(5000)
@@ -173,7 +172,7 @@ def test_the_status_names_what_was_read_back_or_uploaded(tmp_path, ends, url, na
     settings = SnapshotSettings(tmp_path, 25, 2, resume=True, upload=url, ends_with_pod=ends)
     progress = Mock()
     snapshots = SnapshotManager(settings, Mock(rank=1), progress)
-    snapshots.learn([51.0, 26.0, 51.0, 0.0])  # step 50 was read back, 25 was uploaded
+    snapshots.receive([51.0, 26.0, 51.0, 0.0])  # step 50 was read back, 25 was uploaded
     assert snapshots.newest == 50
-    snapshots.learn([51.0, 51.0, 51.0, 0.0])
+    snapshots.receive([51.0, 51.0, 51.0, 0.0])
     assert [call.args[0] for call in progress.saved.call_args_list] == named

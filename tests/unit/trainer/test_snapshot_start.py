@@ -24,9 +24,9 @@ from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.options import Snapshots
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.checked_json import seal, unseal
+from ddpjob_trainer.snapshot.ondisk.disk import seal, unseal
+from ddpjob_trainer.snapshot.ondisk.files import retain
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
-from ddpjob_trainer.snapshot.ondisk.retention import retain
 from ddpjob_trainer.snapshot.restore.resume import resume
 from ddpjob_trainer.training.start import _snapshot_settings
 from support.snapshots import (

@@ -8,7 +8,7 @@ import torch
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.state.codec import flatten, unflatten
-from ddpjob_trainer.state.values import Values
+from ddpjob_trainer.state.stateful import Values
 
 
 def test_values_come_back_as_they_were():

@@ -3,7 +3,7 @@
 import pytest
 
 from ddpjob_contract import Straggler
-from ddpjob_trainer.telemetry.stragglers import MOST_RANKS, Stragglers
+from ddpjob_trainer.liveness.step_times import MOST_RANKS, Stragglers
 
 
 class Gang:
@@ -23,7 +23,7 @@ class Gang:
         for _ in range(times):
             self.now += 1.0
             sums = [sum(column) for column in zip(*(r.report() for r in self.ranks), strict=True)]
-            news = [rank.learn(sums) for rank in self.ranks]
+            news = [rank.receive(sums) for rank in self.ranks]
             assert news == news[:1] * len(news)
             found += [news[0]] if news[0] is not None else []
         return found
@@ -63,4 +63,4 @@ def test_one_rank_and_very_many_send_nothing():
     for size in (1, MOST_RANKS + 1):
         alone = Stragglers(0, size, lambda: (1.0, 0.0), lambda: 1e6)
         assert alone.report() == []
-        assert alone.learn([]) is None
+        assert alone.receive([]) is None

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from ddpjob_trainer.comm import world as world_module
-from ddpjob_trainer.training import teardown as of_run
-from ddpjob_trainer.training.teardown import Teardown
+from ddpjob_trainer.training import run as of_run
+from ddpjob_trainer.training.run import Teardown
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_who_leaves_alone_does_not_wait_for_what_is_queued(monkeypatch, backend,
 @pytest.fixture
 def process() -> Any:
     nothing = SimpleNamespace(
-        rank=1, close=lambda **_: None, settle=lambda: None, finished=lambda: None,
+        rank=1, close=lambda **_: None, wait_durable=lambda: None, finished=lambda: None,
         barrier=lambda: None, phase=lambda _: None, during=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
     shutdown = SimpleNamespace(failing=False, peers=lambda _: contextlib.nullcontext())

@@ -11,7 +11,7 @@ import torch
 import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import ModelOptions, Options, advice
-from ddpjob_trainer.training.models.incompatible import REFUSALS, Facts, refuse
+from ddpjob_trainer.training.models.prepare import REFUSALS, Facts, refuse_incompatible
 
 
 def made(**changes: Any) -> Options:
@@ -53,11 +53,11 @@ TABLE: list[tuple[str, str, Facts, Facts]] = [  # both names, what is refused, a
 @pytest.mark.parametrize(("first", "second", "bad", "cured"), TABLE)
 def test_a_combination_is_refused_by_both_names_and_cured(first, second, bad, cured):
     with pytest.raises(ConfigError, match="do not go together") as error:
-        refuse(bad)
+        refuse_incompatible(bad)
     assert first in str(error.value)
     assert second in str(error.value)
     assert "Use " in str(error.value)
-    refuse(cured)
+    refuse_incompatible(cured)
 
 
 def test_every_refusal_is_tried_and_documented():

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ddpjob_contract as contract
+from ddpjob_trainer.data import generators
 from ddpjob_trainer.data.generators import kept
 from ddpjob_trainer.data.order import key64
 from ddpjob_trainer.environment import read_launcher, read_worker
@@ -18,7 +19,6 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.reports.state import Results, state_body
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
-from ddpjob_trainer.state import rng
 
 
 def test_the_operators_environment():
@@ -170,20 +170,20 @@ def test_a_ranks_record_survives_and_a_long_exception_fits(tmp_path):
 def test_random_numbers_depend_on_seed_step_and_shard_only():
     def draw(*seed: int) -> tuple[float, float, float]:
         if seed:
-            rng.reseed(*seed)
+            generators.reseed(*seed)
         return float(torch.rand(())), float(np.random.rand()), random.random()
 
     first = draw(1, 2, 3)
     assert draw(1, 2, 3) == first
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4)):
         assert all(a != b for a, b in zip(draw(*other), first, strict=True))
-    rng.reseed(1, 2, 3)
+    generators.reseed(1, 2, 3)
     with kept():
         draw()
     assert draw() == first
-    blob = rng.capture()
+    blob = generators.capture()
     after = draw()
-    rng.restore(blob)
+    generators.restore(blob)
     assert draw() == after
 
 
@@ -192,14 +192,14 @@ def test_random_numbers_do_not_begin_to_use_a_gpu(monkeypatch):
     torch.manual_seed(key64("torch", 5, 3, 1))
     wanted = torch.rand(4)
     monkeypatch.delattr(torch.cuda, "manual_seed_all")
-    rng.reseed(5, 3, 1)
+    generators.reseed(5, 3, 1)
     assert torch.equal(torch.rand(4), wanted), "torch's own stream"
 
     def broken() -> None:
         raise RuntimeError("No CUDA GPUs are available")
 
-    before = {**rng.capture(), "cuda": ""}
+    before = {**generators.capture(), "cuda": ""}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # NVML counts
     monkeypatch.setattr(torch.cuda, "_lazy_init", broken)
-    assert "cuda" not in rng.capture()
-    rng.restore(before)  # of a process that had one
+    assert "cuda" not in generators.capture()
+    generators.restore(before)  # of a process that had one

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.optim.ema import begin_ema, make_ema
+from ddpjob_trainer.optim.update import begin_ema, make_ema
 from ddpjob_trainer.snapshot.save.layout import Captured, fingerprint, lay_out
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import Flat
-from ddpjob_trainer.state.modes import Modes
+from ddpjob_trainer.state.stateful import Modes
 from support.snapshots import memory_source, stored
 
 MAKES: list[Callable[..., torch.optim.Optimizer]] = [

@@ -12,9 +12,9 @@ from torch import nn
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import CHANGES, Snapshots
 from ddpjob_trainer.snapshot import weights
-from ddpjob_trainer.snapshot.origin import compare
-from ddpjob_trainer.training.keeping import is_better
-from ddpjob_trainer.training.run_config import take_layout, take_schedules
+from ddpjob_trainer.snapshot.manager import compare_configs
+from ddpjob_trainer.training.run_config import note_layout, schedule_warning
+from ddpjob_trainer.training.snapshot_policy import is_better
 
 
 class Tied(nn.Module):
@@ -177,14 +177,14 @@ def test_another_batch_or_other_data_only_if_asked_for(capsys):
     for name, asked in (("global_batch", "global_batch"), ("samples", "data"), ("order", "data")):
         changed = {**RUN, name: "x"}
         with pytest.raises(ConfigError, match=rf"Snapshots\(allow_changes='{asked}'\)"):
-            compare(RUN, changed, 0, allowed("ema"))
-        compare(RUN, changed, 0, allowed(f"ema,{asked}"))
+            compare_configs(RUN, changed, 0, allowed("ema"))
+        compare_configs(RUN, changed, 0, allowed(f"ema,{asked}"))
         assert "as allow_changes says" in capsys.readouterr().err
-        compare(RUN, RUN, 0, allowed([asked]))
+        compare_configs(RUN, RUN, 0, allowed([asked]))
         assert not capsys.readouterr().err
     for name in ("seed", "tail"):
         with pytest.raises(ConfigError, match=f"with {name}=") as error:
-            compare(RUN, {**RUN, name: "x"}, 0, allowed(CHANGES))
+            compare_configs(RUN, {**RUN, name: "x"}, 0, allowed(CHANGES))
         assert "allow_changes" not in str(error.value)
 
 
@@ -192,12 +192,12 @@ def test_another_gpu_is_told_and_an_older_snapshot_is_not_blamed(capsys):
     exact = ("micro_batches", "precision", "level", "threads", "torch", "device", "world_size")
     mine = {**RUN, **dict.fromkeys(exact, 1), "level": "resume"}
     here = {**mine, "accelerator": {"gpu": "H100", "nccl": "2.28.9"}}
-    compare(here, here, 0, ())
-    compare(mine, here, 0, ())
-    compare({**here, "accelerator": {"gpu": "A100", "nccl": "2.28.9"}}, here, 1, ())
+    compare_configs(here, here, 0, ())
+    compare_configs(mine, here, 0, ())
+    compare_configs({**here, "accelerator": {"gpu": "A100", "nccl": "2.28.9"}}, here, 1, ())
     assert not capsys.readouterr().err
     other = {"gpu": "A100", "nccl": "2.28.9", "NCCL_ALGO": "Tree"}
-    compare({**here, "accelerator": other}, here, 0, ())
+    compare_configs({**here, "accelerator": other}, here, 0, ())
     words = capsys.readouterr().err
     assert "warning: gpu was A100 and is H100: the result will not equal" in words
     assert "warning: NCCL_ALGO was Tree and is None" in words
@@ -206,15 +206,15 @@ def test_another_gpu_is_told_and_an_older_snapshot_is_not_blamed(capsys):
 
 def test_sums_in_another_order_are_told():
     config = {"buckets": None}
-    assert take_layout(config, "layout/sums") == ""
+    assert note_layout(config, "layout/sums") == ""
     assert config == {"buckets": "layout/sums"}
-    assert take_layout(config, "layout/sums") == ""
-    assert "added up in another order than before" in take_layout(config, "layout/other")
+    assert note_layout(config, "layout/sums") == ""
+    assert "added up in another order than before" in note_layout(config, "layout/other")
 
 
 def test_a_schedule_that_counts_something_else_now_is_told():
     steps, epochs = {"scheduler_every": ["step"]}, {"scheduler_every": ["epoch"]}
-    assert "at every step before the snapshot, and do so at every epoch" in take_schedules(
+    assert "at every step before the snapshot, and do so at every epoch" in schedule_warning(
         steps, epochs
     )
-    assert take_schedules(epochs, epochs) == take_schedules({}, epochs) == ""  # or an older one
+    assert schedule_warning(epochs, epochs) == schedule_warning({}, epochs) == ""  # or an older one

@@ -27,8 +27,8 @@ from ddpjob_tools.prove.report import Result
 from ddpjob_tools.prove.run import LOOK_SECONDS, ProofError, Run, environment, launcher
 from ddpjob_trainer.arguments import check_notebook, check_resume, resume_words, whole
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.imports import parsed
-from ddpjob_trainer.launcher.watch import checkpoints
+from ddpjob_trainer.launcher import workdir
+from ddpjob_trainer.launcher.processes.source import parsed
 
 _DESCRIPTION = """\
 Does training go on rightly after a kill? Run any script undisturbed, then kill it and start it
@@ -356,7 +356,7 @@ class Audit:
     def _resume_words(self, killed: Gang, named: Sequence[str]) -> tuple[str, ...]:
         """Return the arguments of the start after the kill. Raises ConfigError."""
         when, work = self._script.resume_when, self._work
-        there = checkpoints.matches(when, work) if when else []
+        there = workdir.matching_checkpoints(when, work) if when else []
         *_, found = there[0] if there else ("",)
         missing = [one for one in named if not (work / one).exists()]
         if missing or (when and not found):

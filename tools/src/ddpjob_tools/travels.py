@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddpjob_trainer.arguments import check_notebook
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.imports import imported, parsed
+from ddpjob_trainer.launcher.processes.source import imported, parsed
 
 
 def placed(paths: Sequence[Path]) -> dict[str, Path]:

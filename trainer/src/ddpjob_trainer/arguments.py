@@ -63,7 +63,7 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def place(name: str, value: Any) -> Path:
+def as_path(name: str, value: Any) -> Path:
     """Return a path; refuse an empty one, which would mean the working directory."""
     try:
         text = os.fspath(value)
@@ -106,7 +106,7 @@ _KINDS: Mapping[str, Callable[..., Any]] = {
         lambda value: isinstance(value, bool) or (isinstance(value, str) and bool(value)),
     ),
     # A script may change its directory.
-    "str | os.PathLike[str]": lambda name, value: place(name, value).absolute(),
+    "str | os.PathLike[str]": lambda name, value: as_path(name, value).absolute(),
     "str": _of("a string", lambda value: isinstance(value, str)),
     "str | Sequence[str]": _names,
     "fetch.Collate": function,

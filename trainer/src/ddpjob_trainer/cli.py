@@ -185,15 +185,15 @@ def _add_snapshot(commands: Any) -> None:
 
 def _snapshot(options: argparse.Namespace) -> int:
     # These need torch, which `run` must never import.
-    from ddpjob_trainer.snapshot import commands
+    from ddpjob_trainer.snapshot import reader
     from ddpjob_trainer.snapshot.reader import SnapshotToolError
 
     try:
         if options.verb == "ls":
-            return commands.ls(options.directory)
+            return reader.ls(options.directory)
         if options.verb == "verify":
-            return commands.verify(options.directory)
-        return commands.export(options.directory, options.out, step=options.step)
+            return reader.verify(options.directory)
+        return reader.export(options.directory, options.out, step=options.step)
     except (SnapshotToolError, OSError) as error:
         _say(str(error))
     except Exception as error:  # what a stranger wrote, or a bug
@@ -207,7 +207,7 @@ def _evidence(options: argparse.Namespace) -> int:
     if "://" not in options.directory:
         return evidence.main(options, Path(options.directory))
     # This needs fsspec, which a directory does not.
-    from ddpjob_trainer.snapshot.remote.evidence import fetched
+    from ddpjob_trainer.snapshot.remote.transfer import fetched
 
     try:
         with fetched(options.directory) as directory:

@@ -1,7 +1,6 @@
-"""Print what a command found, line by line, so that no text of a volume moves a terminal's cursor.
+"""Print for people, so that no text of a volume, a store or a program moves a terminal's cursor.
 
-All that `ddpjob-trainer evidence` and `snapshot` print passes here; a rank's and a launcher's own
-words pass telemetry/console.py and launcher/log.py.
+What commands and ranks print passes here; a launcher's own words pass launcher/output.py.
 """
 
 from __future__ import annotations
@@ -19,3 +18,12 @@ def show(*lines: str) -> None:
 def warn(text: str) -> None:
     """Print one line on what is wrong."""
     print(clean(text), file=sys.stderr)
+
+
+_MOST = 16_384  # characters: a volume may have megabytes to quote
+
+
+def say(rank: int, text: str) -> None:
+    """Print one line to the log of this rank. It may quote what a volume or a store says."""
+    who = f"rank {rank}: " if rank else ""
+    print(f"ddpjob: {who}{clean(' '.join(text[:_MOST].splitlines()))}", file=sys.stderr, flush=True)

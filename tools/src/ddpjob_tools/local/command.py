@@ -28,11 +28,10 @@ from ddpjob_tools.local import restarts
 from ddpjob_tools.local.job import Job
 from ddpjob_trainer.arguments import check_notebook
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher import sockets
-from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher import host
+from ddpjob_trainer.launcher.output import Log, OutputPump
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.launcher.reports.progress_path import ProgressPath
+from ddpjob_trainer.launcher.reports.state import ProgressPath
 from ddpjob_trainer.snapshot.ondisk import manifest as snapshot
 
 _DESCRIPTION = """\
@@ -250,7 +249,7 @@ class Attempts:
     def _start(self, number: int) -> dict[int, int]:
         """Start a launcher per replica; return pid -> replica."""
         job = self._job
-        ports = sockets.free_ports(job.ports())
+        ports = host.free_ports(job.ports())
         where = f"http://127.0.0.1:{ports[2]}/state?uid={job.uid}"
         self._say(
             f"attempt {number}: replicas {job.replicas}, processes in each {job.nproc};"

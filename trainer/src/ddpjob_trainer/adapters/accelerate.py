@@ -70,7 +70,7 @@ class _Following:
         self._step = self._step if step is None else step
         RECORD.stepped(self._step)
         if loss is not None:
-            RECORD.told(loss)
+            RECORD.add_loss(loss)
 
     def save_state(self, theirs: Theirs, *args: Any, **more: Any) -> Any:
         """Record a checkpoint."""

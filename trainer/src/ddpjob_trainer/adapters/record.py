@@ -14,9 +14,9 @@ from typing import Any, Final, SupportsFloat
 
 from ddpjob_trainer.environment import read_worker
 from ddpjob_trainer.liveness import stacks
+from ddpjob_trainer.liveness.hang import watch
 from ddpjob_trainer.liveness.heartbeat import Activity, RankStateWriter
-from ddpjob_trainer.liveness.step_account import StepAccount
-from ddpjob_trainer.liveness.watchdog import watch
+from ddpjob_trainer.liveness.step_times import StepAccount
 
 #: Reading a loss makes the host wait for a GPU.
 _LOSS_SECONDS: Final = 1.0
@@ -74,10 +74,10 @@ class Record:
         self._last = now
         if loss is not None and now - self._loss_at >= _LOSS_SECONDS:
             self._loss_at = now
-            self.told(loss)
+            self.add_loss(loss)
         self._update("data", phase="step", step=step)
 
-    def told(self, loss: SupportsFloat) -> None:
+    def add_loss(self, loss: SupportsFloat) -> None:
         """Record the loss that the script logs."""
         if self._writer is not None:
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # it may be anything

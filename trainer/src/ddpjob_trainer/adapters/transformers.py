@@ -34,7 +34,7 @@ class DDPJobCallback(TrainerCallback):  # type: ignore[misc]
         """Record the mean loss since the last log."""
         loss = (more.get("logs") or {}).get("loss")
         if loss is not None:
-            RECORD.told(loss)
+            RECORD.add_loss(loss)
 
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Record a checkpoint as written."""

@@ -8,12 +8,15 @@ incarnation (job, attempt, round); ranks of another incarnation are refused. Wha
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -26,7 +29,6 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from ddpjob_contract import UNRESOLVED
 from ddpjob_trainer import failpoints
-from ddpjob_trainer.comm import interfaces
 from ddpjob_trainer.comm.peer_loss import brief, peer_loss
 from ddpjob_trainer.comm.sealed import Board, Seal, data_of, forgery, read
 from ddpjob_trainer.comm.world import World, holds_group
@@ -34,7 +36,59 @@ from ddpjob_trainer.environment import Identity, StoreKey, WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.liveness.hang import MEETING_FACTOR
-from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.printing import say
+
+# --- gloo's interface -----------------------------------------------------------------------------
+# rendezvous.py calls choose(). gloo listens at the address of the host's name: in a pod the
+# pod's; on the host's network that in the node's /etc/hosts, on Debian and Ubuntu 127.0.1.1,
+# which no other node reaches.
+
+INTERFACE = "GLOO_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
+
+
+def choose_interface(master: str) -> None:
+    """Have gloo listen on the address by which this process reaches ``master``, rank 0.
+
+    Does nothing where gloo finds a usable address, or all ranks are on this machine.
+    """
+    if INTERFACE in os.environ or not _is_loopback(_own()):
+        return
+    own = _towards(master)
+    for _, name in socket.if_nameindex():
+        if own == _address(name) and not _is_loopback(own):
+            os.environ[INTERFACE] = name
+
+
+def _own() -> str:
+    """Return the address that gloo takes, the loopback where this host's name has none."""
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None)[0][4][0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def _towards(host: str) -> str:
+    """Return this host's IPv4 address on the way to another host, "" without a way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+    return ""
+
+
+def _address(interface: str) -> str | None:
+    """Return an interface's IPv4 address, if it has one."""
+    request = struct.pack("256s", interface.encode()[:15])  # a struct ifreq, and more
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+    return None
+
+
+# --- Rendezvous -----------------------------------------------------------------------------------
 
 _NEWS_SECONDS = 10.0
 _CONNECT_SECONDS = 60.0
@@ -311,7 +365,7 @@ def join(env: WorkerEnvironment, key: StoreKey, started: float, device: torch.de
         card = _Card(env, seal, run)
         store = _rendezvous(env, seal, card, started + env.deadlines.startup, device)
         assert env.master is not None
-        interfaces.choose(env.master[0])  # rank 0's name resolves by now
+        choose_interface(env.master[0])  # rank 0's name resolves by now
         store.set_timeout(connecting)
     control = _group(store, env, device, connecting, timeout)
     board = Board(store, seal, env.rank)

@@ -1,6 +1,6 @@
 """Authenticate what the ranks of one incarnation tell one another over torch's store.
 
-rendezvous.py makes the Board; part_reports.py and call_mismatch.py post on it and poll it. All who
+rendezvous.py makes the Board; parts.py and shutdown.py post on it and poll it. All who
 reach the store's port may set, read and remove any key. So what decides carries a MAC over the
 key's name, the sender's rank and the bytes, under the key of this incarnation (environment.py),
 and what does not is ignored. A stranger may still remove a note: then its reader waits.
@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store
 
 from ddpjob_trainer.environment import Identity, StoreKey
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.printing import say
 
 _MAC_BYTES = 32
 _HEAD_BYTES = _MAC_BYTES + 4  # the sender's rank

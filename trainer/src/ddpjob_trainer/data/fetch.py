@@ -6,19 +6,112 @@ inputs.py calls Batches.make() in this process or in the workers, the loop to_de
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping, Sequence, Sized
+import ctypes
+import functools
+import math
+import multiprocessing
+import os
+import signal
+import zlib
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import ConcatDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
-from ddpjob_trainer.data import dataset_fingerprint, generators
-from ddpjob_trainer.data.order import Indices, key64, words
+from ddpjob_trainer.data import generators
+from ddpjob_trainer.data.order import Indices, digest, key64, words
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Accelerator
+
+# --- The dataset's fingerprint --------------------------------------------------------------------
+# Data that is made, shuffled or split at random before start() has seeded the generators is
+# another one in each process. inputs.py compares lengths and a Subset's indices between the ranks
+# and with the snapshot, and a few numbers of the samples that each rank makes at the same first
+# positions.
+
+_MOST = 16  # numbers of a sample that travel
+_READ = 1 << 20  # elements of a tensor or array
+#: Processors differ in the last bits of what they have computed.
+_CLOSE = 1e-3
+
+#: ``length``, and ``subset``, a hash of the indices of a Subset, None for another dataset.
+Fingerprint = dict[str, Any]
+_WORDS = {"length": "its length", "subset": "the indices of its Subset"}
+
+
+def fingerprint_of(dataset: Any, subset: Indices | None) -> Fingerprint:
+    """Return what a snapshot holds of a dataset."""
+    return {"length": len(dataset), "subset": None if subset is None else digest(subset)}
+
+
+def dataset_difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:
+    """Name what tells two datasets apart; empty: nothing."""
+    if not one or not other:
+        return ""
+    return next((words for name, words in _WORDS.items() if one[name] != other[name]), "")
+
+
+def dataset_refusal(rank: int, what: str) -> ConfigError:
+    """Return the error for a rank with another dataset."""
+    return ConfigError(
+        f"the dataset of rank {rank} is not rank 0's, by {what}: every rank must be given"
+        " the whole dataset, the same one. What makes, shuffles or splits it at random"
+        " belongs after ddp.start(), which seeds all ranks alike, or needs a seed"
+    )
+
+
+def sample_numbers(sample: Any) -> list[float]:
+    """Return a few of a sample's tensors, arrays, numbers and strings, wherever they stand."""
+    found: list[float] = []
+    _collect(sample, found)
+    found = [number if math.isfinite(number) else 0.0 for number in found]
+    return [*found[:_MOST], math.fsum(map(abs, found))] if found else []
+
+
+def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int] | None:
+    """Find the first rank that differs from rank 0, and its first such sample.
+
+    ``every``: of each rank the numbers of each sample.
+    """
+    for rank, theirs in enumerate(every):
+        for place, (one, other) in enumerate(zip(every[0], theirs, strict=True)):
+            if len(one) != len(other) or not np.allclose(one, other, _CLOSE, _CLOSE**3):
+                return rank, place
+    return None
+
+
+def _collect(value: Any, found: list[float]) -> None:
+    if isinstance(value, torch.Tensor):
+        dense = value.layout is torch.strided and not value.is_nested and not value.is_quantized
+        if dense and value.numel():
+            few = value.detach().flatten()[:_READ]
+            real = torch.view_as_real(few.resolve_conj()) if few.is_complex() else few
+            found.append(float(real.double().abs().mean()))
+    elif isinstance(value, np.ndarray):
+        if value.dtype.kind in "biuf" and value.size:
+            found.append(float(np.abs(value.reshape(-1)[:_READ].astype(np.float64)).mean()))
+    elif isinstance(value, bool | int | float | np.number):
+        found.append(float(value))
+    elif isinstance(value, str):
+        name = value.rpartition("/")[2]  # each machine may have its files in another folder
+        found.append(float(zlib.crc32(name.encode(errors="replace"))))
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            _collect(part, found)
+
+
+# --- Batches --------------------------------------------------------------------------------------
 
 Collate = Callable[[Sequence[Any]], Any]
 
@@ -111,7 +204,7 @@ class Batches:
         wanted = work.samples if self.subset is None else self.subset[work.samples]
         if work.compared:
             samples = self._samples(wanted.tolist(), work.positions)
-            return [dataset_fingerprint.numbers(sample) for sample in samples]
+            return [sample_numbers(sample) for sample in samples]
         if self._at_once:
             return self.base[torch.from_numpy(np.ascontiguousarray(wanted))]
         samples = self._samples(wanted.tolist(), work.positions)
@@ -206,3 +299,117 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     if isinstance(value, list | tuple):
         return type(value)(map_tensors(part, change) for part in value)
     return value
+
+
+# --- Workers --------------------------------------------------------------------------------------
+# They are given what to make, batch by batch, so they decide nothing: with any number of them a
+# run has the same bits. Forked before the snapshot is loaded, they start beside the load, and
+# share none of the optimizer's memory. They die with the process that started them.
+
+Init = Callable[[int], None]  # a worker_init_fn
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)  # loaded here: nothing may be loaded after a fork
+
+
+def dying_with_parent(init: Init | None, context: Any = None) -> Init:
+    """Return a worker_init_fn that ties workers to the rank's life, then calls ``init``."""
+    method = context if isinstance(context, str) else _start_method(context)
+    # A fork server's children are the fork server's; torch looks for their rank now and then.
+    parent = None if method == "forkserver" else os.getpid()
+    return functools.partial(_begin_worker, parent, init)
+
+
+def _start_method(context: Any) -> str:
+    """Return how workers start, without settling it: the script may still choose."""
+    if context is not None:
+        return str(context.get_start_method())
+    # Python's own default is fork up to 3.13 and forkserver from 3.14 on.
+    chosen = multiprocessing.get_start_method(allow_none=True)
+    return chosen or multiprocessing.get_all_start_methods()[0]
+
+
+def _begin_worker(parent: int | None, init: Init | None, number: int) -> None:
+    if parent is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the call above
+            os._exit(1)
+    if init is not None:
+        init(number)
+
+
+class _Ahead:
+    """Stand for a dataset of batches, indexed by the work to do. None is no work."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+
+    def __getitem__(self, work: Work | None) -> Any:
+        return None if work is None else (int(work.positions[0]), self.batches.make(work))
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _show_dataset(batches: Batches, init: Init | None, number: int) -> None:
+    """Let get_worker_info() show the user's own dataset to the user's code."""
+    object.__setattr__(get_worker_info(), "dataset", batches.dataset)
+    if init is not None:
+        init(number)
+
+
+class Workers:
+    """Run worker processes: they start at once, begin() says what they shall make.
+
+    ``options``: of torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        *,
+        num_workers: int,
+        prefetch_factor: int = 2,
+        worker_init_fn: Init | None = None,
+        multiprocessing_context: Any = None,
+        **options: Any,
+    ) -> None:
+        self._idle = num_workers * prefetch_factor
+        self._work: Iterator[Work] = iter(())
+        init = functools.partial(_show_dataset, batches, worker_init_fn)
+        loader: DataLoader[Any] = DataLoader(
+            _Ahead(batches),  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=self._asked(),
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            collate_fn=_same,
+            worker_init_fn=dying_with_parent(init, multiprocessing_context),
+            multiprocessing_context=multiprocessing_context,
+            generator=torch.Generator(),  # else it would draw from ours
+            **options,
+        )
+        self._batches: Iterator[Any] | None = iter(loader)
+
+    def begin(self, work: Iterator[Work]) -> None:
+        """Order this work, to be done in its order."""
+        self._work = work
+        for _ in range(self._idle):  # torch asks for work as it hands batches out
+            self.next()
+
+    def _asked(self) -> Iterator[Work | None]:
+        """Yield what torch asks for: no work at first, then that of begin()."""
+        yield from [None] * self._idle
+        yield from self._work
+
+    def next(self) -> Any:
+        """Return the next batch, and the first of its positions.
+
+        Raises what the dataset raised, RuntimeError for a dead worker.
+        """
+        assert self._batches is not None, "close() was called"
+        return next(self._batches)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._batches = None  # torch ends them when nobody holds the iterator

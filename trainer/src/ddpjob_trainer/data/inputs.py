@@ -1,6 +1,6 @@
 """Open what run.steps() was given: the loop's way from a dataset to this rank's batches.
 
-A map-style dataset is read position by position, here or by workers (fetch.py, workers.py). A
+A map-style dataset is read position by position, here or by workers (fetch.py). A
 DataLoader over one is taken apart and read in the same way, so that its order and random numbers
 are those of the run. Everything else that can be iterated is a stream (stream.py).
 """
@@ -15,9 +15,8 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ddpjob_trainer.arguments import Arguments
-from ddpjob_trainer.data import dataset_fingerprint, fetch
-from ddpjob_trainer.data.dataset_fingerprint import Fingerprint
-from ddpjob_trainer.data.fetch import Batches, BatchSettings, Work
+from ddpjob_trainer.data import fetch
+from ddpjob_trainer.data.fetch import Batches, BatchSettings, Fingerprint, Work, Workers
 from ddpjob_trainer.data.generators import can_be_seeded, kept
 from ddpjob_trainer.data.order import (
     DataOrder,
@@ -30,7 +29,6 @@ from ddpjob_trainer.data.order import (
 )
 from ddpjob_trainer.data.stream import Stream
 from ddpjob_trainer.data.user_samplers import Sampled, is_indexed_loader, options_of
-from ddpjob_trainer.data.workers import Workers
 from ddpjob_trainer.errors import ConfigError
 
 _COMPARED = 3  # samples of the first step, which every rank makes
@@ -50,23 +48,23 @@ class InputOptions(Arguments):
     generators: Any = None
 
 
-def open_input(source: Any, options: InputOptions, place: BatchSettings) -> Input:
+def open_input(source: Any, options: InputOptions, settings: BatchSettings) -> Input:
     """Open a dataset or a stream. Raises ConfigError for one that cannot be read as asked for."""
     _check(options)
     if is_indexed_loader(source):
-        return _taken_apart(source, options, place)
+        return _taken_apart(source, options, settings)
     indexed = hasattr(source, "__getitem__") and hasattr(source, "__len__")
     if indexed and not isinstance(source, IterableDataset):
-        pinned = place.accelerator.queues and options.pin_memory is not False
+        pinned = settings.accelerator.queues and options.pin_memory is not False
         workers = {
             "num_workers": options.workers or 0, "prefetch_factor": options.prefetch or 2,
             "pin_memory": pinned,
         }  # fmt: skip
-        return Indexed(source, options, place, workers)
+        return Indexed(source, options, settings, workers)
     if not hasattr(source, "__iter__"):
         fetch.check(source)
-    _check_stream(source, options, place)
-    return Stream(source, place, batched=options.batched, named=options.generators or ())
+    _check_stream(source, options, settings)
+    return Stream(source, settings, batched=options.batched, named=options.generators or ())
 
 
 def _check(options: InputOptions) -> None:
@@ -81,24 +79,28 @@ def _check(options: InputOptions) -> None:
         )
 
 
-def _taken_apart(loader: DataLoader[Any], options: InputOptions, place: BatchSettings) -> Indexed:
+def _taken_apart(
+    loader: DataLoader[Any], options: InputOptions, settings: BatchSettings
+) -> Indexed:
     for name in ("workers", "prefetch", "pin_memory", "shuffle", "sampler", "weights"):
         if getattr(options, name) is not None:
             raise ConfigError(
                 f"{name} is the {type(loader).__name__}'s own: set it there, or give run.steps()"
                 " the dataset itself"
             )
-    place.check_batch_size(loader.batch_size)
+    settings.check_batch_size(loader.batch_size)
     workers = {
         "num_workers": loader.num_workers, "prefetch_factor": loader.prefetch_factor or 2,
-        "pin_memory": bool(loader.pin_memory) and place.accelerator.queues,
+        "pin_memory": bool(loader.pin_memory) and settings.accelerator.queues,
         "worker_init_fn": loader.worker_init_fn, "timeout": loader.timeout,
         "multiprocessing_context": loader.multiprocessing_context,
     }  # fmt: skip
     collate: Any = loader.collate_fn
     if collate is not default_collate:
-        place = replace(place, collate=collate)
-    return Indexed(loader.dataset, replace(options, **options_of(loader.sampler)), place, workers)
+        settings = replace(settings, collate=collate)
+    return Indexed(
+        loader.dataset, replace(options, **options_of(loader.sampler)), settings, workers
+    )
 
 
 def _epochs(source: Any, options: InputOptions, seed: int) -> Epochs:
@@ -125,26 +127,28 @@ class Indexed:
     stream = None
 
     def __init__(
-        self, source: Any, options: InputOptions, place: BatchSettings, workers: dict[str, Any]
+        self, source: Any, options: InputOptions, settings: BatchSettings, workers: dict[str, Any]
     ) -> None:
-        self._source = Batches(source, place.collate, place.seed, options.generators or ())
+        self._source = Batches(source, settings.collate, settings.seed, options.generators or ())
         if options.batched:
             raise ConfigError("batched=True is for streams: a map-style dataset yields samples")
-        self.order = DataOrder(_epochs(source, options, place.seed), place.global_batch, place.tail)
+        self.order = DataOrder(
+            _epochs(source, options, settings.seed), settings.global_batch, settings.tail
+        )
         self.draws = self._source.draws  # making a batch may move this process' generators
-        self.own = self.fingerprint = dataset_fingerprint.of(source, self._source.subset)
+        self.own = self.fingerprint = fetch.fingerprint_of(source, self._source.subset)
         self.compared: list[list[float]] = []  # numbers of the samples that all ranks make
         self._compared_work: Work | None = None
-        self._ranks = place.ranks
-        self._pinned = place.accelerator.pinned
+        self._ranks = settings.ranks
+        self._pinned = settings.accelerator.pinned
         self._options = workers
         self._workers: Workers | None = None
 
     def compare(self, every: Sequence[Fingerprint]) -> None:
         """Learn ``own`` of each rank. Raises ConfigError where that is another dataset."""
         for rank, theirs in enumerate(every):
-            if what := dataset_fingerprint.difference(every[0], theirs):
-                raise dataset_fingerprint.refusal(rank, what)
+            if what := fetch.dataset_difference(every[0], theirs):
+                raise fetch.dataset_refusal(rank, what)
 
     def start(self) -> None:
         """Start the workers, which need not wait for the snapshot."""
@@ -175,13 +179,13 @@ class Indexed:
 
         Raises ConfigError for samples that no code of the script's has made.
         """
-        if (found := dataset_fingerprint.first_unequal(every)) is None:
+        if (found := fetch.first_unequal(every)) is None:
             return ""
         rank, place = found
         assert self._compared_work is not None, "begin() comes first"
         sample = f"sample {self._compared_work.samples[place]}"
         if self._source.is_quiet:
-            raise dataset_fingerprint.refusal(rank, sample)
+            raise fetch.dataset_refusal(rank, sample)
         return (
             f"warning: {sample} of {type(self._source.dataset).__name__} is not the same on ranks 0"
             f" and {rank}. If each rank was given a part of the data, some samples are trained on"
@@ -226,7 +230,7 @@ class Indexed:
             self._workers = None
 
 
-def _check_stream(source: Any, options: InputOptions, place: BatchSettings) -> None:
+def _check_stream(source: Any, options: InputOptions, settings: BatchSettings) -> None:
     name = type(source).__name__
     for option in ("shuffle", "sampler", "weights"):
         if getattr(options, option) is not None:
@@ -238,14 +242,14 @@ def _check_stream(source: Any, options: InputOptions, place: BatchSettings) -> N
                 " processes give a DataLoader over it, with num_workers, best one that has"
                 " state_dict() (torchdata's StatefulDataLoader)"
             )
-    if place.level == "elastic":
+    if settings.level == "elastic":
         raise ConfigError(
             f"level='elastic' cannot share out {name}, which each process reads for itself: use a"
             " map-style dataset, or level='resume'"
         )
-    if place.tail != "drop":
+    if settings.tail != "drop":
         raise ConfigError(
-            f"tail={place.tail!r} needs to know where an epoch of {name} ends: use tail='drop',"
+            f"tail={settings.tail!r} needs to know where an epoch of {name} ends: use tail='drop',"
             " or a map-style dataset"
         )
 

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from ddpjob_trainer.data import dataset_fingerprint, generators
-from ddpjob_trainer.data.fetch import BatchSettings, map_tensors
+from ddpjob_trainer.data import fetch, generators
+from ddpjob_trainer.data.fetch import BatchSettings, dying_with_parent, map_tensors
 from ddpjob_trainer.data.generators import kept, seed_generators
 from ddpjob_trainer.data.order import DataOrder, Indices, Plan, Sequential, key64, words
 from ddpjob_trainer.data.user_samplers import SeededSampler, seed_sampler
-from ddpjob_trainer.data.workers import dying_with_parent
 from ddpjob_trainer.errors import ConfigError
 
 
@@ -59,7 +58,7 @@ class Stream:
     def __init__(
         self,
         source: Any,
-        place: BatchSettings,
+        settings: BatchSettings,
         *,
         batched: bool | None = None,
         named: Sequence[Any] = (),
@@ -68,27 +67,27 @@ class Stream:
         batched = _yields_batches(source) if batched is None else batched
         rows = getattr(source, "batch_size", None)
         if batched and isinstance(rows, int):
-            place.check_batch_size(rows)
-        self.order = DataOrder(Endless(1 << 62), place.global_batch)
+            settings.check_batch_size(rows)
+        self.order = DataOrder(Endless(1 << 62), settings.global_batch)
         self.stream = self
         self.total = 0  # batches that training has taken in the whole run
         self.first = b""  # tells the first batch that this process has read from another
         self._epoch = 0
         self._taken = 0  # of this epoch
         self._source = source
-        self._place = place
-        self._parts = place.parts // place.ranks  # batches of this rank in a step
+        self._settings = settings
+        self._parts = settings.parts // settings.ranks  # batches of this rank in a step
         self._batched = batched
         self._rows = rows if isinstance(rows, int) else None
-        self._collate = place.collate or default_collate
-        self._collates_own = [] if batched else generators.found_in(place.collate)
+        self._collate = settings.collate or default_collate
+        self._collates_own = [] if batched else generators.found_in(settings.collate)
         self._named = named
         self._own = generators.found_in(source, named)
         #: Where its own generators stand when the run begins.
         self.own = [generators.mark(generator) for generator in self._own]
         self._shared: list[Any] = []  # of those, the ones that all ranks have alike
-        self._key_of_all = key64("stream", place.seed)
-        self._key = key64("stream", place.seed, place.rank)
+        self._key_of_all = key64("stream", settings.seed)
+        self._key = key64("stream", settings.seed, settings.rank)
         self._iterator: Iterator[Any] | None = None
         self._keeper = _keeper(source)
         self._sampler: SeededSampler | None = None
@@ -172,7 +171,7 @@ class Stream:
         """
         if self._sampler is not None:
             return self._sampler.first
-        return str(dataset_fingerprint.numbers(batch) or self._key).encode()
+        return str(fetch.sample_numbers(batch) or self._key).encode()
 
     def _seed(self, number: int) -> None:
         """Let what is drawn for a batch depend on its number."""
@@ -184,9 +183,9 @@ class Stream:
         """Return a batch, or None at the end; an incomplete last batch is dropped."""
         if self._batched:
             return next(((item,) for item in iterator if _is_whole(item, self._rows)), None)
-        size = self._place.batch_size
+        size = self._settings.batch_size
         samples = list(itertools.islice(iterator, size))
-        if self._unsure and samples and self._place.collate is None:
+        if self._unsure and samples and self._settings.collate is None:
             self._check_sample(samples[0])
         self._unsure = False
         return (self._collate(samples),) if len(samples) == size else None
@@ -200,7 +199,7 @@ class Stream:
         alone = len(shapes) < 2 and shapes != found  # the number beside it is its label
         if alone or len(rows) != 1 or (count := rows.pop()) < 2:
             return
-        as_asked = count == self._place.batch_size and (len(shapes) > 1 or dimensions != {1})
+        as_asked = count == self._settings.batch_size and (len(shapes) > 1 or dimensions != {1})
         # As inputs and labels have; texts with their targets have one each, images three.
         if as_asked or len(dimensions) > 1 or (dimensions == {2} and len(shapes) > 1):
             raise ConfigError(
@@ -262,17 +261,17 @@ class Stream:
 
     def _read_again(self) -> None:
         name, count, begun = type(self._source).__name__, self._taken, time.monotonic()
-        self._place.say(
+        self._settings.say(
             f"{name} has no state_dict() and load_state_dict(): {count} batches of epoch"
             f" {self._epoch} are read again to come to where the snapshot was made"
         )
         self._iterator = self._open()
         for number in range(self.total - count, self.total):
-            self._place.alive()
+            self._settings.alive()
             self._seed(number)
             if self._read(self._iterator) is None:
                 raise ConfigError(f"{name} has become shorter than when the snapshot was made")
-        self._place.say(f"reading {count} batches again took {time.monotonic() - begun:.1f} s")
+        self._settings.say(f"reading {count} batches again took {time.monotonic() - begun:.1f} s")
 
 
 def _is_whole(batch: Any, rows: int | None) -> bool:

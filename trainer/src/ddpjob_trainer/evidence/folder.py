@@ -1,24 +1,82 @@
-"""Write, list and remove the folders of evidence, one for each round of each job.
+"""Keep the evidence of each round in a folder: cut to bounds, written by a thread, removed by age.
 
-writer.py and incidents.py call it. The volume may be shared with strangers: no link below the
-snapshot directory is followed, nothing but regular files is opened, and what has another name than
-ours stays.
+The launcher's reports/evidence puts files here and goes on, so that a disk that hangs or is full
+holds up nobody. Only the newest content of a file is kept, and only of a few files: what such a
+disk does not take is dropped. The volume may be shared with strangers: no link below the snapshot
+directory is followed, nothing but regular files is opened, and what has another name than ours
+stays.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
+import json
 import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ddpjob_contract.evidence import EVIDENCE_DIR
+from ddpjob_contract.evidence import EVIDENCE_DIR, Evidence
+
+# --- Bounds: a round of any gang has some megabytes at most ---------------------------------------
+
+#: Bytes of a rank's last lines, in JSON: of one that failed, and of others as many as there are.
+MOST_LOG: Final = 32 << 10
+_LEAST_LOG: Final = 2 << 10
+_LOGS_OF_ROUND: Final = 8 << 20
+_LOGS_OF_FILE: Final = 256 << 10
+MOST_STACKS: Final = 64 << 10
+MOST_FILE: Final = 1 << 20
+#: Bytes of the copies of NCCL's flight recorder: of a rank, and of all.
+_MOST_FLIGHT: Final = 1 << 20
+_FLIGHT_OF_ROUND: Final = 32 << 20
+
+
+def log_share(world_size: int, nproc: int) -> int:
+    """Return the bytes of log that a rank may keep that did not fail."""
+    return max(_LEAST_LOG, min(MOST_LOG, _LOGS_OF_ROUND // world_size, _LOGS_OF_FILE // nproc))
+
+
+def flight_share(world_size: int) -> int:
+    """Return the bytes of flight recorder, compressed, that a rank may keep."""
+    return min(_MOST_FLIGHT, _FLIGHT_OF_ROUND // world_size)
+
+
+def newest_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Return the last lines that fit into so many bytes of JSON."""
+    kept: list[str] = []
+    for line in reversed(lines):
+        most -= len(json.dumps(line)) + 1
+        if most < 0:
+            break
+        kept.append(line)
+    return kept[::-1]
+
+
+def encode(body: Evidence) -> bytes:
+    """Encode a file; drop logs of ranks that did not fail, then all, should it be too large."""
+    data = json.dumps(body, separators=(",", ":")).encode()
+    for kept in (("failed",), ()):
+        if len(data) <= MOST_FILE:
+            break
+        body = body.copy()
+        body["ranks"] = [
+            one if one["end"] in kept else {k: v for k, v in one.items() if k != "log"}  # type: ignore[misc]
+            for one in body["ranks"]
+        ]
+        data = json.dumps(body, separators=(",", ":")).encode()
+    return data
+
+
+# --- Folders, one for each round of each job ------------------------------------------------------
 
 #: The newest rounds, of all jobs that had this directory, and the bytes of all of them.
 MAX_ROUNDS: Final = 20
@@ -29,7 +87,7 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RoundFolder:
     """The folder of one round. ``job``: a digest of the uid, since two jobs may have had a name."""
 
     attempt: int
@@ -46,20 +104,20 @@ class Place:
 class Seen:
     """A folder as it was found."""
 
-    place: Place
+    folder: RoundFolder
     modified: int  # ns, by the file system's clock
     size: int
 
 
-def place(uid: str, attempt: int, round_: int) -> Place:
-    """Return a round's place."""
-    return Place(attempt, round_, hashlib.sha256(uid.encode()).hexdigest()[:8])
+def round_folder(uid: str, attempt: int, round_: int) -> RoundFolder:
+    """Return a round's folder."""
+    return RoundFolder(attempt, round_, hashlib.sha256(uid.encode()).hexdigest()[:8])
 
 
-def parsed(name: str) -> Place | None:
-    """Return the place that a folder's name tells, None for a name that is not ours."""
+def parsed(name: str) -> RoundFolder | None:
+    """Parse a folder's name; return None for a name that is not ours."""
     match = _NAME.fullmatch(name)
-    return Place(int(match[1]), int(match[2]), match[3]) if match else None
+    return RoundFolder(int(match[1]), int(match[2]), match[3]) if match else None
 
 
 @contextlib.contextmanager
@@ -122,10 +180,10 @@ def find(root: Path) -> list[Seen]:
             with contextlib.suppress(OSError):
                 if at := parsed(name):
                     found.append(_seen(fd, at))
-    return sorted(found, key=lambda one: (one.modified, one.place.attempt, one.place.round))[::-1]
+    return sorted(found, key=lambda one: (one.modified, one.folder.attempt, one.folder.round))[::-1]
 
 
-def _seen(fd: int, at: Place) -> Seen:
+def _seen(fd: int, at: RoundFolder) -> Seen:
     inner = os.open(at.name, _FOLDER, dir_fd=fd)
     try:
         files = os.listdir(inner)  # noqa: PTH208 - relative to a descriptor
@@ -135,7 +193,7 @@ def _seen(fd: int, at: Place) -> Seen:
         os.close(inner)
 
 
-def prune(root: Path, own: Place, since: int) -> None:
+def prune(root: Path, own: RoundFolder, since: int) -> None:
     """Remove the oldest folders beyond the bounds. Raises OSError.
 
     Never one in which a later incarnation may write: of this job only earlier rounds than ``own``,
@@ -143,7 +201,7 @@ def prune(root: Path, own: Place, since: int) -> None:
     """
     kept, size = 0, 0
     for seen in find(root):
-        at = seen.place
+        at = seen.folder
         kept, size = kept + 1, size + seen.size
         if kept <= MAX_ROUNDS and size <= MAX_BYTES:
             continue
@@ -152,3 +210,125 @@ def prune(root: Path, own: Place, since: int) -> None:
             with opened(root) as fd:
                 shutil.rmtree(at.name, ignore_errors=True, dir_fd=fd)
             kept, size = kept - 1, size - seen.size
+
+
+# --- The thread that writes -----------------------------------------------------------------------
+
+_MOST_WAITING: Final = 4
+#: Of a flight recorder's dump, before it is compressed.
+_MOST_SOURCE: Final = 32 << 20
+#: A write that takes longer is not waited for at the end.
+_SLOW_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A dump of NCCL's flight recorder, and the bytes that its copy may have."""
+
+    rank: int
+    source: Path
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file to write. ``prunes``: then remove what is beyond the bounds."""
+
+    folder: RoundFolder
+    name: str
+    body: Evidence
+    prunes: bool = False
+    flights: tuple[Flight, ...] = ()
+
+
+class Writer:
+    """Owns the thread, which begins with the first entry. ``say`` gets why it cannot write."""
+
+    def __init__(self, root: Path, say: Callable[[str], None]) -> None:
+        self._root = root
+        self._say = say
+        self._waiting: dict[tuple[str, str], Entry] = {}
+        self._changed = threading.Condition()
+        self._busy_since: float | None = None
+        self._thread: threading.Thread | None = None
+        self._said = ""
+        self._since: int | None = None  # when this launcher first wrote here, by the disk's clock
+
+    def put(self, entry: Entry) -> None:
+        """Have a file written; never blocks."""
+        with self._changed:
+            key = (entry.folder.name, entry.name)
+            self._waiting.pop(key, None)
+            self._waiting[key] = entry
+            while len(self._waiting) > _MOST_WAITING:
+                del self._waiting[next(iter(self._waiting))]
+            self._changed.notify_all()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="evidence", daemon=True)
+                self._thread.start()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until all is written, not for a disk that has been slow already."""
+        with self._changed:
+            if self._busy_since and time.monotonic() - self._busy_since > _SLOW_SECONDS:
+                return
+            self._changed.wait_for(lambda: not self._waiting and not self._busy_since, seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                entry = self._waiting.pop(next(iter(self._waiting)))
+                self._busy_since = time.monotonic()
+            try:
+                self._write(entry)
+            except OSError as error:
+                self._refused(error)
+            finally:
+                with self._changed:
+                    self._busy_since = None
+                    self._changed.notify_all()
+
+    def _write(self, entry: Entry) -> None:
+        body = entry.body.copy()
+        with opened(self._root, entry.folder.name, make=True) as fd:
+            if entry.flights:
+                body["flight"] = [_copied(fd, one) for one in entry.flights]
+            write(fd, entry.name, encode(body))
+            if self._since is None:
+                self._since = os.fstat(fd).st_mtime_ns
+        if entry.prunes:
+            prune(self._root, entry.folder, self._since)
+
+    def _refused(self, error: OSError) -> None:
+        """Say once, for each reason, that nothing is kept."""
+        reason = error.strerror or str(error)
+        if reason != self._said:
+            self._said = reason
+            where = self._root / EVIDENCE_DIR
+            self._say(f"last lines and stacks are not kept in {where}: {reason}")
+
+
+def flight_name(rank: int) -> str:
+    """Return the name of a dump's copy."""
+    return f"rank-{rank}.nccl.gz"
+
+
+def _copied(fd: int, flight: Flight) -> str:
+    """Copy a dump, compressed; return the copy's name, or why there is none."""
+    name = flight_name(flight.rank)
+    with contextlib.suppress(OSError, ValueError):
+        data = gzip.compress(_bounded(flight.source), compresslevel=6, mtime=0)
+        if len(data) > flight.most:
+            return f"rank {flight.rank}: {flight.source} has {len(data)} bytes even compressed"
+        write(fd, name, data)
+        return name
+    return f"rank {flight.rank}: {flight.source} was not readable"
+
+
+def _bounded(source: Path) -> bytes:
+    fd = os.open(source.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return read(fd, source.name, _MOST_SOURCE)
+    finally:
+        os.close(fd)

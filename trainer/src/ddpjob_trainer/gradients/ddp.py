@@ -28,7 +28,7 @@ from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.tree_reduce import Gradients, Means, Node
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.state.buffers import Steady, persistent
+from ddpjob_trainer.state.stateful import SteadyBuffers, persistent_buffers
 
 _DDP_OPTIONS = (
     "bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters",
@@ -60,11 +60,11 @@ class Wrapped(DistributedDataParallel):
 
     on_forward: Callable[[Wrapped], None] | None = None
     waiting: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-    steady: Steady | None = None
+    steady: SteadyBuffers | None = None
 
     def __init__(self, module: torch.nn.Module, **arguments: Any) -> None:
         super().__init__(module, **arguments)
-        self.steady = Steady(module)
+        self.steady = SteadyBuffers(module)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute as the module does."""
@@ -81,7 +81,9 @@ class Wrapped(DistributedDataParallel):
         # torch calls it before each wait. Ranks whose caches differ in length would hang in it.
         super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
         if self.steady is not None and self.modules_buffers:
-            self.modules_buffers = [b for _, b in persistent(self.module)] + self.steady.tensors()
+            self.modules_buffers = [
+                b for _, b in persistent_buffers(self.module)
+            ] + self.steady.tensors()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         state = self.__getstate__()  # type: ignore[no-untyped-call]

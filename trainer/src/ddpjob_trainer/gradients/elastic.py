@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob_trainer.comm.world import OF_DDP, World, holds_group
+from ddpjob_trainer.data import generators
 from ddpjob_trainer.data.order import DataOrder, share
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Number
@@ -25,7 +26,7 @@ from ddpjob_trainer.gradients import tree_reduce
 from ddpjob_trainer.gradients.ddp import DdpAveraging, Part, Wrapped, without_effect
 from ddpjob_trainer.gradients.tree_reduce import Gradients, Means, Partial, add_gradients
 from ddpjob_trainer.options import ModelOptions, Options
-from ddpjob_trainer.state import buffers, rng
+from ddpjob_trainer.state import stateful
 
 N = TypeVar("N", float, Number)
 
@@ -157,7 +158,7 @@ class ElasticAveraging:
             if mean is not None and mean.stride() != parameter.stride():
                 parameter.grad = torch.empty_like(parameter).copy_(mean)
         # Later random numbers must not depend on which shard this rank computed last.
-        rng.reseed(self._options.seed, self._step, self.shards + 1)
+        generators.reseed(self._options.seed, self._step, self.shards + 1)
 
     def losses(self, values: Sequence[Number], weights: Sequence[float]) -> list[Number]:
         """Return one number per shard: adding zeros to it is exact in any order."""
@@ -220,7 +221,7 @@ class BufferWatch:
     """Finds a forward that changes a buffer, which would then differ between ranks."""
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._places = [one for one in buffers.places(module) if one.is_persistent]
+        self._places = [one for one in stateful.buffer_slots(module) if one.is_persistent]
         self._number = -1
         self._before: list[tuple[Any, int]] = []
 

@@ -23,7 +23,7 @@ from ddpjob_trainer.comm.peer_loss import peer_loss
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError, DivergedError
 from ddpjob_trainer.gpu.accelerator import in_order
-from ddpjob_trainer.state import buffers
+from ddpjob_trainer.state import stateful
 from ddpjob_trainer.state.codec import Flat, UnstorableError, flatten
 from ddpjob_trainer.state.stateful import Stateful
 
@@ -125,7 +125,7 @@ class DivergenceCheck:
         """
         tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
         if self._buffers:
-            tensors |= buffers.persistent(module)
+            tensors |= stateful.persistent_buffers(module)
         for name, obj in registered.items():
             tensors |= _tensors_of(name, obj, with_buffers=self._buffers)
         if found := self._compare(tensors):
@@ -202,7 +202,7 @@ def _tensors_of(name: str, obj: Stateful, *, with_buffers: bool) -> dict[str, to
         return dict(_walk(name, obj.state_dict()))
     found: dict[str, torch.Tensor] = dict(module.named_parameters())
     if with_buffers and module is obj:
-        found |= buffers.persistent(module)
+        found |= stateful.persistent_buffers(module)
     return {f"{name}.{key}": tensor for key, tensor in found.items()}
 
 

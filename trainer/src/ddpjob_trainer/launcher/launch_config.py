@@ -37,10 +37,10 @@ from ddpjob_trainer.environment import (
 )
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
-from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher import host
+from ddpjob_trainer.launcher.host import RuntimeDir
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import calls_start, uses_our_library
-from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 
 #: In a DDPJob a volume that the operator mounts.
 _MEMORY = "/dev/shm"
@@ -283,7 +283,7 @@ def make_launch_config(
         nproc=nproc,
         replica=env.replica or 0,
         replicas=env.replicas,
-        master=env.master or ("127.0.0.1", master_port or sockets.free_ports(1)[0]),
+        master=env.master or ("127.0.0.1", master_port or host.free_ports(1)[0]),
         run_id=run_id,
         uid=run_id if standalone else env.identity.uid,
         pod=env.pod_uid or run_id,

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ddpjob_trainer import trace
+from ddpjob_trainer.launcher.host import ENDING
 from ddpjob_trainer.launcher.hub import messages, root_cause
 from ddpjob_trainer.launcher.hub.membership import Membership
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
+from ddpjob_trainer.launcher.printed import Pace
 from ddpjob_trainer.launcher.reports.termination import Ended
-from ddpjob_trainer.launcher.signals import ENDING
-from ddpjob_trainer.launcher.watch.pace import Pace
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 #: When no round can follow: seconds for a worker's last output after another one failed.

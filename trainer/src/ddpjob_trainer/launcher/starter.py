@@ -17,11 +17,11 @@ from collections.abc import Callable
 import ddpjob_contract as contract
 from ddpjob_trainer.arguments import shown_words
 from ddpjob_trainer.environment import KEY_FD, KEY_FILE, ROUND_DRILL, STORE_FD, Key, round_secret
-from ddpjob_trainer.launcher import sockets
+from ddpjob_trainer.launcher import host
+from ddpjob_trainer.launcher.host import RuntimeDir
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, common_environment, rank_environment
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.spares import Call, Spares
-from ddpjob_trainer.launcher.runtime_dir import RuntimeDir
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 _REFILL_SECONDS = 0.1
@@ -125,7 +125,7 @@ class Starter:
         if config.uses_our_library and config.replica == 0 and config.world_size > 1:
             # Held by an earlier attempt's process: then rank 0 itself waits for it.
             with contextlib.suppress(OSError):
-                return sockets.bind(config.master[1])
+                return host.bind(config.master[1])
         return None
 
     def _start(self, local_rank: int, out: int, err: int, now: float) -> int | None:

@@ -21,24 +21,20 @@ from ddpjob_contract import Round, State
 from ddpjob_trainer import trace
 from ddpjob_trainer.arguments import shown_words
 from ddpjob_trainer.environment import Key
+from ddpjob_trainer.launcher.hangs import HangResponse, Names
+from ddpjob_trainer.launcher.host import NoRoomError, RuntimeDir, Signals
 from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import Go
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.local_round import LocalRound, Parked, Phase, Running, Stopping
-from ddpjob_trainer.launcher.log import Log
-from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.launcher.output import Events, Log, OutputPump
+from ddpjob_trainer.launcher.printed import Reading
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import endpoints, evidence, termination
-from ddpjob_trainer.launcher.reports.events import Events
-from ddpjob_trainer.launcher.reports.metrics import LauncherMetrics, forget_dead
+from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.reports.state import Summary, state_body
-from ddpjob_trainer.launcher.runtime_dir import NoRoomError, RuntimeDir
-from ddpjob_trainer.launcher.signals import Signals
 from ddpjob_trainer.launcher.starter import Starter
-from ddpjob_trainer.launcher.watch.checkpoints import Checkpoints
-from ddpjob_trainer.launcher.watch.hangs import HangResponse
-from ddpjob_trainer.launcher.watch.names import Names
-from ddpjob_trainer.launcher.watch.reading import Reading
+from ddpjob_trainer.launcher.workdir import Checkpoints
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.telemetry.event_log import EventLog
 

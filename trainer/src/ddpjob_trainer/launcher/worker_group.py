@@ -16,13 +16,13 @@ from ddpjob_contract import ExitCode
 from ddpjob_contract.exits import kind_of
 from ddpjob_trainer import trace
 from ddpjob_trainer.environment import Key
-from ddpjob_trainer.gpu import faults
+from ddpjob_trainer.gpu import devices
+from ddpjob_trainer.launcher.host import ENDING
 from ddpjob_trainer.launcher.hub.root_cause import Exit, because, signal_name
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
-from ddpjob_trainer.launcher.processes import at_start, cgroup, children
-from ddpjob_trainer.launcher.signals import ENDING
-from ddpjob_trainer.liveness.heartbeat import COMPILES, RankState, read_state, read_told
+from ddpjob_trainer.launcher.processes import children, source
+from ddpjob_trainer.liveness.heartbeat import COMPILES, RankState, read_report, read_state
 from ddpjob_trainer.tracebacks import shorten
 
 #: Start a worker: (local rank, stdout, stderr) -> pid, or None: a spare will follow. Raises
@@ -66,7 +66,7 @@ class WorkerGroup:
         self.kill_at: float | None = None  # when all that runs is killed
         self._swept: set[int] = set()  # pids of other processes killed after the workers had ended
         self._cleaning = children.Cleaning()
-        self._memory = cgroup.read()  # as it was when the round began
+        self._memory = children.read_memory()  # as it was when the round began
         self._training = False
 
     # --- Start ---------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class WorkerGroup:
         foreign = state is None and local_rank not in self._hung
         if not ours:
             before = status
-            status, exception = faults.judge(status, exception, self._pump.tail(rank))
+            status, exception = devices.judge(status, exception, self._pump.tail(rank))
             foreign = foreign and status == before
         if not exception and status < 0 and not ours:
             exception = self._pump.exception(rank, crashed=True)
@@ -188,7 +188,7 @@ class WorkerGroup:
         if self._config.resume_args:
             return False  # its checkpoint may be half written, and an older one sound
         raised_in = self._pump.raised_in(rank)
-        return at_start.would_repeat(self._config.program, exception, raised_in)
+        return source.would_repeat(self._config.program, exception, raised_in)
 
     def _oom(self, status: int, exception: str) -> str:
         """Explain an exit caused by the kernel's OOM kill, "" for any other.
@@ -199,7 +199,7 @@ class WorkerGroup:
         by_kill = status in (-signal.SIGKILL, ExitCode.SIGKILL)
         if not by_kill and not (status > 0 and _CHILD_KILLED.search(exception)):
             return ""
-        return cgroup.killed(self._memory, cgroup.read())
+        return children.oom_killed(self._memory, children.read_memory())
 
     @property
     def pids(self) -> dict[int, int]:
@@ -224,7 +224,7 @@ class WorkerGroup:
 
     def compiles(self) -> bool:
         """Return whether a worker has loaded torch's compiler by its first step."""
-        return read_told(self.state_dir, COMPILES) is not None
+        return read_report(self.state_dir, COMPILES) is not None
 
     # --- Stop ----------------------------------------------------------------------------
 

@@ -7,13 +7,21 @@ whichever machine it is.
 
 from __future__ import annotations
 
+import faulthandler
 import math
+import os
+import select
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import ddpjob_contract as contract
-from ddpjob_trainer.liveness.heartbeat import Activity, Phase, RankState
+from ddpjob_contract import ExitCode
+from ddpjob_trainer.liveness.heartbeat import Activity, Phase, RankState, RankStateWriter
+
+# --- The rank that hangs --------------------------------------------------------------------------
 
 #: Activities in which a rank waits for others: silence there proves nothing against it.
 WAITING: Final[frozenset[Activity]] = frozenset({"rendezvous", "load", "backward", "agreement"})
@@ -127,3 +135,41 @@ def find(signs: Sequence[Sign], deadlines: Deadlines) -> Hang | None:
     # Stopped ranks first, then busy, then waiting; the longest silence first.
     first = min(suspects, key=lambda s: (not s.stopped, s.waiting, s.state.marked_at, s.state.rank))
     return Hang(first, first.deadline(deadlines))
+
+
+# --- The watchdog, where torchrun is the launcher -------------------------------------------------
+# A thread reads the signs of life that the launcher would, prints all stacks and ends the process
+# with exit code 76. A C call that holds the GIL blocks the thread; then the other ranks end, by
+# their collectives' timeout.
+
+_LONGEST_LOOK_SECONDS: Final = 1.0
+
+
+def watch(writer: RankStateWriter, deadlines: Deadlines) -> None:
+    """Watch this process from now to its end."""
+    threading.Thread(target=_run, args=(writer, deadlines), name="watchdog", daemon=True).start()
+
+
+def _run(writer: RankStateWriter, deadlines: Deadlines) -> None:
+    interval = min(_LONGEST_LOOK_SECONDS, deadlines.shortest / 10)
+    marks, since, looked = -1, 0.0, 0.0
+    while True:
+        now = time.monotonic()
+        state = writer.state
+        if state.marks != marks:
+            marks, since = state.marks, now
+        elif looked and now - looked > 2 * interval:  # this machine was suspended
+            since += now - looked - interval
+        looked = now
+        hang = find([Sign(state, now - since)], deadlines)
+        if hang is not None:
+            _end(str(hang))
+        time.sleep(interval)
+
+
+def _end(message: str) -> None:
+    # print() may block on a lock of the hung thread, and a pipe without a reader blocks too.
+    if select.select([], [2], [], 1.0)[1]:
+        os.write(2, f"ddpjob: {message}, ending with exit code {ExitCode.HANG:d}\n".encode())
+        faulthandler.dump_traceback(file=2, all_threads=True)
+    os._exit(ExitCode.HANG)

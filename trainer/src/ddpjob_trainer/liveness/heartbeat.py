@@ -189,7 +189,7 @@ class RankStateWriter:
         self._ending = ending
         self.update()
 
-    def tell(self, name: str, facts: Resumed | Proof | Straggler | dict[str, str]) -> None:
+    def report(self, name: str, facts: Resumed | Proof | Straggler | dict[str, str]) -> None:
         """Report to the launcher, under one of the names above, unless the disk is full."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
@@ -241,7 +241,7 @@ def decode(data: bytes, rank: int) -> RankState | None:
         return None
 
 
-def read_told(directory: Path, name: str) -> Any:
+def read_report(directory: Path, name: str) -> Any:
     """Return what has been reported under one of the names above, None before."""
     try:
         found = json.loads((directory / name).read_text())

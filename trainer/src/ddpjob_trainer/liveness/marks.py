@@ -1,7 +1,7 @@
 """Show a launcher what its workers could save of a failure, in a small file that each maps.
 
 A worker overwrites its marks at each step boundary. The launcher reads them once a peer has died,
-to choose who saves, and whether that pays (launcher/watch/rescue.py). Never imports torch.
+to choose who saves, and whether that pays (launcher/rescue.py). Never imports torch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import DivergedError
 from ddpjob_trainer.gpu.accelerator import Number
-from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.printing import say
 
 #: So many skipped updates are logged one by one; then every hundredth.
 _TOLD = 10

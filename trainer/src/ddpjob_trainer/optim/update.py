@@ -7,16 +7,97 @@ update with some of them only; the others do not advance.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from ddpjob_trainer.data import fetch
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Accelerator
+
+# --- Precision ------------------------------------------------------------------------------------
+# prepare() calls it. Parameters, gradients and the optimizer stay in fp32. fp16's small range
+# needs a GradScaler.
+
+
+def autocast_forward(module: torch.nn.Module, precision: str, device: torch.device) -> None:
+    """Make the module compute its forward in that precision, for every caller."""
+    if precision == "fp32":
+        return
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    patched = vars(module).get("forward")  # by the user, instead of the class's own
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            compute = types.MethodType(type(self).forward, self) if patched is None else patched
+            result = compute(*args, **kwargs)
+        return fetch.map_tensors(result, _to_float)
+
+    # A bound method, not a closure over the module, so that a deep copy calls itself.
+    module.forward = types.MethodType(forward, module)
+
+
+def _to_float(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+# --- EMA ------------------------------------------------------------------------------------------
+
+
+class Average(AveragedModel):
+    """torch's average, bit by bit, without its wait for the GPU."""
+
+    def __init__(self, module: torch.nn.Module, decay: float) -> None:
+        self._average: Any = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        super().__init__(module, multi_avg_fn=self._average)
+
+    @torch.no_grad()
+    def update_parameters(self, model: torch.nn.Module) -> None:
+        """Take in the model's current parameters; copy its buffers."""
+        if not int(self.n_averaged):  # the counter is on the CPU, whatever the model's device
+            super().update_parameters(model)
+            return
+        pairs: Any = [[p.detach() for p in module.parameters()] for module in (self, model)]
+        for (ours, others), _ in _group_tensors_by_device_and_dtype(pairs).values():
+            self._average(ours, others, self.n_averaged)
+        for buffer, newest in zip(self.module.buffers(), model.buffers(), strict=True):
+            buffer.detach().copy_(newest.detach(), non_blocking=True)
+        self.n_averaged += 1
+
+
+def make_ema(module: torch.nn.Module, decay: float | None) -> Average | None:
+    """Return an exponential moving average of the parameters; its buffers are the newest.
+
+    Raises ConfigError for a model that cannot be copied.
+    """
+    if decay is None:
+        return None
+    try:
+        ema = Average(module, decay)
+    except RuntimeError as error:
+        if "deepcopy" not in str(error):
+            raise
+        raise ConfigError(
+            "ema: the model cannot be copied, since a parametrization such as"
+            " torch.nn.utils.weight_norm keeps a computed tensor in it: use"
+            " torch.nn.utils.parametrizations.weight_norm, or ema=None"
+        ) from error
+    return ema.requires_grad_(False)
+
+
+def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:
+    """Start an average without updates from the current weights."""
+    if not int(ema.n_averaged):
+        ema.module.load_state_dict(module.state_dict())
+
+
+# --- The update -----------------------------------------------------------------------------------
 
 Parameters = list[torch.nn.Parameter]
 #: Gets the parameters that an update is about to change, by their full names.

@@ -9,28 +9,147 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ddpjob_contract import Resumed as Origin
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.environment import SnapshotSettings
+from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot import origin
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
-from ddpjob_trainer.snapshot.origin import Config, compare
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore.resume import Resumed, resume
 from ddpjob_trainer.snapshot.save.layout import Captured
-from ddpjob_trainer.snapshot.save.part_reports import PartReports
+from ddpjob_trainer.snapshot.save.parts import PartReports
 from ddpjob_trainer.snapshot.save.writer import SnapshotWriter
 from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.state.codec import UnstorableError
-from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.progress import Progress
+
+# --- Origin: the run that made the snapshot -------------------------------------------------------
+# compare() refuses what cannot go on and warns where only the bits are lost. resumed_from() says
+# whose snapshot it is: a job that is deleted and applied again, with another script perhaps,
+# finds those of the first.
+
+Config = Mapping[str, Any]
+_CHANGED = {
+    "samples": "the dataset is another one",
+    "shards": "the result would be another one",
+    "world_size": "each has a stream of its own",
+}
+_WORDS = {"script": "another script", "arguments": "other arguments"}
+
+
+def compare_configs(stored: Config, mine: Config, rank: int, allowed: Collection[str]) -> None:
+    """Refuse to continue another run; warn where only bitwise equality is lost."""
+    elastic = mine["level"] == "elastic"
+    for name, change in (
+        ("order", "data"),
+        ("seed", ""),
+        ("global_batch", "global_batch"),
+        ("samples", "data"),
+        ("tail", ""),
+        # Each process has another stream.
+        *([("world_size", "")] if mine["order"] == "stream" else []),
+        *([("shards", "")] if elastic and stored.get("shards") is not None else []),
+    ):
+        if stored.get(name) == mine[name]:
+            continue
+        if change in allowed:
+            if rank == 0:
+                say(0, f"{name} was {stored.get(name)} and is {mine[name]}, as allow_changes says")
+            continue
+        what = _CHANGED.get(name, "the data order would change")
+        allow = f", go on with snapshots=ddp.Snapshots(allow_changes={change!r})" if change else ""
+        raise ConfigError(
+            f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}: {what}."
+            f" Use the old value{allow}, or start anew with snapshot.resume: Never"
+        )
+    if rank != 0 or mine["level"] == "off":
+        return
+    exact = ("micro_batches", "precision", "level", "threads", "torch", "device")
+    names = exact if elastic else ("world_size", *exact)
+    pairs = [(name, stored.get(name), mine[name]) for name in names]
+    are = mine.get("accelerator", {})
+    were = stored.get("accelerator", are)
+    pairs += [(name, were.get(name), are.get(name)) for name in sorted(were.keys() | are.keys())]
+    for name, was, now in pairs:
+        if was != now:
+            say(
+                0,
+                f"warning: {name} was {was} and is {now}: the result will"
+                " not equal an undisturbed run's bit for bit",
+            )
+
+
+def identity_marks(identity: Identity) -> dict[str, Any]:
+    """Return what a snapshot's configuration keeps of it: plain values.
+
+    Without an operator each run has another uid, though it is meant to go on from the last.
+    """
+    alone = not identity.unique or identity.uid.startswith("local-")
+    job = None if alone else identity.uid
+    return {"job": job, "namespace": identity.namespace, "program": _program()}
+
+
+def resumed_from(step: int, stored: Config, config: Config) -> Origin:
+    """Say what training goes on from; return it for the launcher.
+
+    ``stored``, ``config``: of the snapshot and of this run, with marks(). On rank 0.
+    """
+    found: Origin = {"step": step}
+    uid, mine = stored.get("job"), config.get("job")
+    if isinstance(uid, str) and isinstance(mine, str) and uid != mine:
+        found["uid"] = uid
+    were, are = stored.get("program"), config.get("program")
+    if isinstance(were, Mapping) and isinstance(are, Mapping):
+        known = (name for name in _WORDS if were.get(name) and are.get(name))
+        found["changed"] = [name for name in known if were[name] != are[name]]  # type: ignore[misc]
+    say(0, f"resuming after step {step}{_origin_text(found)}")
+    if step >= config["total_steps"]:
+        say(0, f"nothing is left to train of {config['total_steps']} steps: 0 steps trained")
+    return found
+
+
+def _origin_text(found: Origin) -> str:
+    said = ""
+    if "uid" in found:
+        said = (
+            f" of another job (uid {found['uid']}), whose snapshots lie here; to begin anew use"
+            " another name or snapshot.resume: Never, or delete them"
+        )
+    if changed := found.get("changed"):
+        said += f"; that was made by {' and '.join(_WORDS[name] for name in changed)}"
+    return said
+
+
+def _program() -> dict[str, str | None]:
+    """Hash the script and its arguments, which may hold what is nobody's business."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        script = None if file is None else _digest(Path(file).read_bytes())
+    except OSError:
+        script = None
+    return {
+        "script": script,
+        "arguments": _digest("\0".join(sys.argv[1:]).encode(errors="replace")),
+    }
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=8).hexdigest()
+
+
+# --- The manager ----------------------------------------------------------------------------------
 
 #: After the last step, which may be that of a SIGTERM with its grace period; and on the way out.
 _LAST_UPLOAD_SECONDS = 15.0
@@ -51,7 +170,7 @@ class SnapshotManager:
         self._hook: RemovableHandle | None = None
         self._writers: tuple[int, ...] = ()  # ranks that see the directory
         self._prepared = False
-        self._unsettled = False
+        self._in_progress = False
         self.has_room = True  # on all ranks alike: each has a buffer for save()
         self.newest = -1  # step of the newest snapshot that another rank has read back
         self.made = -1  # of the newest that is durable
@@ -87,7 +206,7 @@ class SnapshotManager:
             self._open(resumed)
             return 0, {}
         allowed = self._settings.allow_changes
-        compare(source.manifest.config, config, self._world.rank, allowed)
+        compare_configs(source.manifest.config, config, self._world.rank, allowed)
         state.restore(source, rank, ema_may_differ="ema" in allowed)
         self._open(resumed)
         self.made = source.step
@@ -95,7 +214,7 @@ class SnapshotManager:
         rescued = source.manifest.config.get("rescued")
         self._durable(source.step if rescued is None else int(rescued["newest"]), -1)
         if self._world.rank == 0:
-            self._progress.began_from(origin.tell(source.step, source.manifest.config, config))
+            self._progress.began_from(resumed_from(source.step, source.manifest.config, config))
         return source.step, source.manifest.config
 
     def _open(self, resumed: Resumed) -> None:
@@ -139,12 +258,12 @@ class SnapshotManager:
         The newest verified, uploaded and durable steps plus 1, by rank 0; whether this rank has no
         buffer to save into.
         """
-        self._hear()
+        self._take_outcomes()
         full = float(self._writer is not None and not self._writer.pool.free())
         mine = (self.newest, self._uploaded, self.made) if self._world.rank == 0 else (-1, -1, -1)
         return [*(float(step + 1) for step in mine), full]
 
-    def learn(self, reported: Sequence[float]) -> None:
+    def receive(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(). No rank claims a snapshot that is not yet durable."""
         newest, uploaded, made, full = reported
         self.has_room = not full
@@ -192,14 +311,14 @@ class SnapshotManager:
             if self._world.rank in self._writers:
                 with _refusing(ValueError):
                     writer.save(step, begun, captured, config)
-            self._unsettled = True
+            self._in_progress = True
         else:
             self._progress.count("snapshots_skipped")
             if self._world.rank == 0 and (why := writer.behind()):
                 say(0, f"no snapshot after step {step}: {why}")
         failpoints.reach("snapshot")
         if last:
-            self.settle()
+            self.wait_durable()
             if self._settings.upload:
                 self._upload_rest(_LAST_UPLOAD_SECONDS)
                 self._world.barrier()
@@ -215,7 +334,7 @@ class SnapshotManager:
 
     def _agree(self) -> None:
         self._progress.at("agreement")
-        self.learn(self._world.sum(self.report()))
+        self.receive(self._world.sum(self.report()))
 
     def prepare(self, state: TrainingState) -> None:
         """Allocate, once and between snapshots, what the first one needs, in the background."""
@@ -226,11 +345,11 @@ class SnapshotManager:
         if self._world.rank in self._writers:
             self._writer.prepare(captured)
 
-    def settle(self) -> None:
+    def wait_durable(self) -> None:
         """Wait until every snapshot begun is durable and was read back, or has failed."""
-        if self._writer is None or not self._unsettled:
+        if self._writer is None or not self._in_progress:
             return
-        self._unsettled = False
+        self._in_progress = False
         self._writer.hurry(True)
         with self._progress.under("snapshot"):
             self._writer.wait_written()
@@ -244,7 +363,7 @@ class SnapshotManager:
         self._writer.check()
 
     def mark(self, facts: Config) -> None:
-        """Add facts to the newest snapshot, which settle() has made durable, on rank 0."""
+        """Add facts to the newest snapshot, which wait_durable() has made durable, on rank 0."""
         if self._writer is not None and self._world.rank == 0:
             with self._progress.under("snapshot"):
                 text = self._writer.mark(self.made, facts)
@@ -266,10 +385,10 @@ class SnapshotManager:
         if step is not None:
             self._durable(-1, step)
 
-    def _hear(self) -> None:
+    def _take_outcomes(self) -> None:
         """Take in what became of the snapshots begun, on rank 0."""
         if self._uploads is not None:
-            self._uploads.hear()
+            self._uploads.receive()
         if self._writer is None:
             return
         for outcome in self._writer.outcomes():

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from ddpjob_trainer.data import generators
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.snapshot.restore.load import Source
-from ddpjob_trainer.snapshot.restore.load_state import Loader, check_tensors, fitting
+from ddpjob_trainer.snapshot.restore.load import Loader, Source, check_tensors, fitting
 from ddpjob_trainer.snapshot.save.layout import Captured
-from ddpjob_trainer.state import rng
 from ddpjob_trainer.state.codec import (
     DTYPES,
     Exact,
@@ -87,7 +86,7 @@ def flat_sha256(flat: Flat) -> str:
 def _own(rank: int, flat: Flat) -> dict[str, torch.Tensor]:
     """Name generators' and per-rank objects' states as no other rank does."""
     # The generators' state is JSON already, and its thousand numbers would take flatten() long.
-    text = json.dumps([{**flat.tree, "rng": rng.capture()}, flat.aliases]).encode()
+    text = json.dumps([{**flat.tree, "rng": generators.capture()}, flat.aliases]).encode()
     text += b" " * (-len(text) % _TREE_BYTES)
     prefix = f"rank/{rank}/"
     own = {f"{prefix}tensor/{name}": tensor for name, tensor in flat.tensors.items()}
@@ -272,7 +271,7 @@ class TrainingState:
         for name, obj in self.per_rank.items():
             if name in own["objects"]:
                 give(obj, own["objects"][name])
-        rng.restore(own["rng"])
+        generators.restore(own["rng"])
 
 
 def state_of(obj: Stateful) -> Any:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from ddpjob_contract import Proof, Resumed, Straggler
+from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.liveness.heartbeat import (
     ACTIVITIES,
     COMPILES,
@@ -22,12 +26,11 @@ from ddpjob_trainer.liveness.heartbeat import (
     Phase,
     RankStateWriter,
 )
-from ddpjob_trainer.liveness.step_account import StepAccount
-from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.liveness.step_times import StepAccount
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.telemetry.event_log import EventLog, exact
 from ddpjob_trainer.telemetry.metrics import Metrics
-from ddpjob_trainer.telemetry.run_log import Pending, Values
-from ddpjob_trainer.telemetry.sinks import CLOSE_SECONDS, HURRY_SECONDS, Sink
+from ddpjob_trainer.telemetry.run_log import CLOSE_SECONDS, HURRY_SECONDS, Pending, Sink, Values
 
 _LOG_LINES = 40  # in a whole run, when Logging.every is not given
 _RATE_SECONDS = 60.0  # between two rates where lines are further apart
@@ -101,7 +104,7 @@ class Progress:
         elif phase == "done":
             self.at("end")
             if not self._pending.behind:  # else later steps flush it
-                self._tell_logged()
+                self._report_logged()
             self._pending.at_once = True
             self._publish(force=True)
         elif self._activity == "snapshot":
@@ -163,22 +166,22 @@ class Progress:
     def began_from(self, snapshot: Resumed) -> None:
         """Report rank 0's snapshot to the launcher, if it is another job's or was changed."""
         if "uid" in snapshot or snapshot.get("changed"):
-            self._writer.tell(RESUMED, snapshot)
+            self._writer.report(RESUMED, snapshot)
 
     def proven(self, proof: Proof) -> None:
         """Note whether the steps done again were as before; or why nobody knows."""
         if "equal" in proof:
             self._metrics.set("resume_proven", float(proof["equal"]))
         if self._rank == 0:
-            self._writer.tell(PROOF, proof)
+            self._writer.report(PROOF, proof)
 
     def spent(self) -> tuple[float, float]:
         """Return the seconds of work and of waiting for data in the last ended step."""
         return self._account.newest
 
-    def held_up(self, slow: Straggler) -> None:
+    def reported_straggler(self, slow: Straggler) -> None:
         """Report, as rank 0, the rank that holds up the others, or that none does any more."""
-        self._writer.tell(STRAGGLER, slow)
+        self._writer.report(STRAGGLER, slow)
         if not slow:
             say(0, "no rank holds up the others any more")
             return
@@ -193,7 +196,7 @@ class Progress:
         """Record the end of the script's part of a step, before stepped()."""
         self._pending.step_ended()
 
-    def stands(self, activity: Activity) -> None:
+    def device_at(self, activity: Activity) -> None:
         """Report this device's activity, from another thread, while the loop waits."""
         self._writer.mark(activity)
 
@@ -228,7 +231,7 @@ class Progress:
             rate = (step - since) * self._global_batch / max(now - moment, 1e-9)
             metrics.set("samples_per_second", rate)
         if self._first and "torch._inductor.compile_fx" in sys.modules:
-            self._writer.tell(COMPILES, {})
+            self._writer.report(COMPILES, {})
         phase: Phase | None = "step" if self._first else None
         if rate is not None:
             self._writer.update(samples_per_second=rate)
@@ -239,7 +242,7 @@ class Progress:
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)
-        self._tell_logged(step=True)
+        self._report_logged(step=True)
         if self._rank == 0 and line and rate is not None:
             self._show(step, loss, rate)
         took, pace = round(seconds, 6), round(self._global_batch / max(seconds, 1e-9), 3)
@@ -258,7 +261,7 @@ class Progress:
         """Queue rank 0's numbers from the script until the step has ended."""
         self._pending.add(step, values)
         if self._pending.at_once:
-            self._tell_logged()
+            self._report_logged()
 
     def count(self, name: str) -> None:
         """Add one to a counter of metric_names.WORKER."""
@@ -292,7 +295,7 @@ class Progress:
 
         ``hurry``: the process must stop, or fails: sinks without an answer are abandoned.
         """
-        self._tell_logged()
+        self._report_logged()
         self._publish(force=True)
         deadline = time.monotonic() + (HURRY_SECONDS if hurry else CLOSE_SECONDS)
         for sink in self._sinks:
@@ -319,7 +322,7 @@ class Progress:
             metrics.set(name, value)
         metrics.flush()
 
-    def _tell_logged(self, *, step: bool = False) -> None:
+    def _report_logged(self, *, step: bool = False) -> None:
         for number, values in self._pending.take(step=step):
             self._event("log", step=number, values={n: exact(v) for n, v in values.items()})
             self._send(number, values)
@@ -331,3 +334,67 @@ class Progress:
     def _event(self, event: str, **fields: object) -> None:
         if self._events is not None and (problem := self._events.write(event, **fields)):
             say(self._rank, problem)
+
+
+# --- The device's work ----------------------------------------------------------------------------
+# When a GPU hangs, the hosts of all ranks wait somewhere. So Loop queues a mark behind each
+# batch, forward, backward and update. The first mark that has not been passed says whether this
+# rank waits for its own work or for another's.
+
+_LOOK_SECONDS = 1.0
+#: Whose seconds are the device's; what it does for other ones, their hosts wait for.
+_COUNTED: tuple[Activity, ...] = ("data", "forward", "backward", "update")
+
+
+class DeviceWatch:
+    """A thread, where there is a queue to be watched."""
+
+    def __init__(self, accelerator: Accelerator, progress: Progress) -> None:
+        self._accelerator = accelerator
+        self._progress = progress
+        self._marks: deque[tuple[Activity, Any]] = deque()
+        self._passed: Any = None  # the newest mark that was
+        self._seconds: dict[Activity, float] = dict.fromkeys(_COUNTED, 0.0)
+        self._over = threading.Event()
+        self._reported: tuple[float, Activity] | None = None
+
+    def start(self) -> None:
+        """Look now and then, until stop()."""
+        if self._accelerator.queues:
+            self._progress.measured_by(self._seconds)
+            threading.Thread(target=self._run, name="device watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def queued(self, activity: Activity) -> None:
+        """Mark all that was queued since the last mark as of this activity."""
+        if self._accelerator.queues:
+            self._marks.append((activity, self._accelerator.mark()))
+
+    def look(self, now: float) -> None:
+        """Report the device's activity if the loop gave no sign of life for long.
+
+        Once, and again when it does something else: what never changes is a hang.
+        """
+        while self._marks and self._marks[0][1].query():
+            activity, mark = self._marks.popleft()
+            if self._passed is not None and activity in self._seconds:
+                self._seconds[activity] += self._passed.elapsed_time(mark) / 1000
+            self._passed = mark
+        since = self._progress.since[1]
+        if not self._marks or now - since < _LOOK_SECONDS:
+            return
+        found = (since, self._marks[0][0])
+        if found != self._reported:
+            self._reported = found
+            self._progress.device_at(found[1])
+
+    def _run(self) -> None:
+        try:
+            self._accelerator.enter()
+            while not self._over.wait(_LOOK_SECONDS):
+                self.look(time.monotonic())
+        except RuntimeError:  # of CUDA; the main thread hears of it, too
+            return

@@ -14,10 +14,10 @@ import torch
 from ddpjob_trainer.arguments import Arguments, function
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.data import fetch, generators
+from ddpjob_trainer.data.fetch import Workers
 from ddpjob_trainer.data.order import Indices
-from ddpjob_trainer.data.workers import Workers
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.state import buffers
+from ddpjob_trainer.state import stateful
 
 #: Of a model and a batch: one number, or several by name.
 Metric = Callable[[torch.nn.Module, Any], torch.Tensor | float]
@@ -54,7 +54,7 @@ def share_buffers(
 
     ``others``: those that are not persistent, and on which all ranks agree.
     """
-    for buffer in (*(buffer for _, buffer in buffers.persistent(module)), *others):
+    for buffer in (*(buffer for _, buffer in stateful.persistent_buffers(module)), *others):
         # .data: a graph that waits for its backward checks the version of what it has saved.
         world.broadcast_tensor(buffer.data)
 

@@ -6,6 +6,7 @@ resume, snapshots, SIGTERM and the loss of a peer are its business. Made by star
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -16,27 +17,27 @@ from typing import Any, Self, TypeVar, overload
 
 import torch
 
-from ddpjob_trainer.arguments import flag, place, whole
+from ddpjob_trainer import failpoints
+from ddpjob_trainer.arguments import as_path, flag, whole
+from ddpjob_trainer.comm.world import leave_group
 from ddpjob_trainer.data import fetch
 from ddpjob_trainer.data.inputs import InputOptions
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.optim.update import Hook
 from ddpjob_trainer.options import ModelOptions, Options
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot import weights
 from ddpjob_trainer.snapshot.training_state import weights_sha256
-from ddpjob_trainer.state import buffers
-from ddpjob_trainer.state.stateful import Keepable
-from ddpjob_trainer.state.values import Values
-from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.state import stateful
+from ddpjob_trainer.state.stateful import Keepable, Values
 from ddpjob_trainer.telemetry.run_log import checked, number_of
 from ddpjob_trainer.training import evaluation
 from ddpjob_trainer.training.evaluation import Metric, Metrics
-from ddpjob_trainer.training.keeping import is_better
 from ddpjob_trainer.training.loop import Loop
 from ddpjob_trainer.training.models.prepare import PreparedModels, named, shaped_like
 from ddpjob_trainer.training.run_context import RunContext
+from ddpjob_trainer.training.snapshot_policy import is_better
 from ddpjob_trainer.training.step import Step
-from ddpjob_trainer.training.teardown import Teardown
 
 Models = torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module]
 Optimizers = TypeVar(
@@ -220,7 +221,7 @@ class Run:
         guard = self._loop.guard.asleep() if self._loop is not None else contextlib.nullcontext()
         module = trained.model_of(model).weights(ema=ema)
         # An average's follow from the model's, unless update_bn() gives it others.
-        kept = buffers.preserved(module, not ema)
+        kept = stateful.preserved_buffers(module, not ema)
         during = self._process.progress.during("evaluation")
         with during, guard, kept, evaluation.evaluating(module):
             yield module
@@ -271,7 +272,10 @@ class Run:
             if ema:
                 evaluation.share_buffers(trained.model_of(model).weights(ema=True), world)
         source = fetch.Batches(dataset, collate or self.options.collate, self.options.seed)
-        with self.evaluating(ema=ema, model=model) as module, buffers.preserved(module, ema):
+        with (
+            self.evaluating(ema=ema, model=model) as module,
+            stateful.preserved_buffers(module, ema),
+        ):
             share = evaluation.share_of_metric(
                 module, source, metric, world,
                 batch_size=given.batch_size, workers=given.workers, mean=mean,
@@ -279,7 +283,7 @@ class Run:
             )  # fmt: skip
         with self._process.progress.during("agreement"), self._together("run.evaluate()"):
             found = evaluation.total(share, world, mean=mean)
-        self._process.recorder.told(self._step_to_log(), "evaluate()", found)
+        self._process.recorder.logged(self._step_to_log(), "evaluate()", found)
         return found
 
     def sum(self, value: float) -> float:
@@ -324,7 +328,7 @@ class Run:
         under its name. Other ranks may call it or not. Raises OSError.
         """
         trained = self._ready("save()")
-        file, ema = place("path", path), flag("ema", ema)
+        file, ema = as_path("path", path), flag("ema", ema)
         if self.is_main:
             if self._loop is not None:
                 self._loop.exchange.check_finite(self._loop.step)
@@ -349,13 +353,13 @@ class Run:
         """
         if self._loop is None:
             raise ConfigError("call keep_best() in the loop, or after it")
-        number, name = float(number_of("keep_best()", value)), str(place("path", path))
+        number, name = float(number_of("keep_best()", value)), str(as_path("path", path))
         flag("ema", ema)
-        better = is_better(number, mode, self._loop.kept.best.get(name))
-        self._process.recorder.told(self._step_to_log(), "keep_best()", number)
+        better = is_better(number, mode, self._loop.snapshots.best.get(name))
+        self._process.recorder.logged(self._step_to_log(), "keep_best()", number)
         if better:
             self.save(path, ema=ema, model=model)
-            self._loop.kept.best[name] = [number, mode]
+            self._loop.snapshots.best[name] = [number, mode]
         return better
 
     def alive(self) -> None:
@@ -399,3 +403,59 @@ class Run:
         if not self._trained.models:
             raise ConfigError(f"call run.prepare(model, optimizer) before {caller}")
         return self._trained
+
+
+# --- Teardown -------------------------------------------------------------------------------------
+# finish() cannot know whether an exception that is on its way will end the process, as in a
+# `finally`, or is caught for good. So it does nothing then.
+
+
+class Teardown:
+    """One process's side of leaving the run."""
+
+    def __init__(self, process: RunContext) -> None:
+        self._process = process
+        self.loop: Loop | None = None  # to leave
+        self._closed = False
+        atexit.register(self._at_exit)
+
+    def finish(self, error: BaseException | None) -> None:
+        """Wait for the other ranks and leave the process group, unless ``error`` is under way."""
+        if error is not None or self._closed:
+            return
+        process = self._process
+        if self.loop is not None:
+            self.loop.left()
+        with process.shutdown.peers("run.finish()"):
+            failpoints.reach("barrier")
+            process.snapshots.wait_durable()
+            with process.progress.during("agreement"):
+                process.world.barrier()
+        process.progress.phase("done")
+        process.progress.finished()
+        self._close(together=True)
+
+    def _at_exit(self) -> None:
+        """Close alone; warn of a missing finish(). The exit code that follows is unknown here."""
+        if self._closed:
+            return
+        loop, process = self.loop, self._process
+        tells = process.world.rank == 0 and process.snapshots.are_made
+        if loop is not None and not loop.ended and not process.shutdown.failing and tells:
+            say(
+                0,
+                f"the loop was left after step {loop.finished_steps} without run.finish(): no"
+                " snapshot says that the run is finished, and who starts it again trains on. Call"
+                " run.finish() where it is over",
+            )
+        self._close(together=False)
+
+    def _close(self, *, together: bool) -> None:
+        self._closed = True
+        process, failing = self._process, self._process.shutdown.failing
+        process.mismatch.close()
+        if not failing:  # else it ends at once, which closes all there is
+            process.snapshots.close()
+        process.progress.close(hurry=failing)
+        if not failing:
+            leave_group(together=together)

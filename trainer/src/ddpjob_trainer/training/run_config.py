@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from ddpjob_trainer.data.dataset_fingerprint import Fingerprint, difference
-from ddpjob_trainer.data.fetch import BatchSettings
+from ddpjob_trainer.data.fetch import BatchSettings, Fingerprint, dataset_difference
 from ddpjob_trainer.data.order import DataOrder, Epochs
 from ddpjob_trainer.data.stream import Endless
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.options import Options
-from ddpjob_trainer.snapshot import origin
-from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.printing import say
+from ddpjob_trainer.snapshot import manager
 from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
 
@@ -33,7 +32,7 @@ _OPTIONS = (
 OF_ALL = (*_OPTIONS[:-1], "samples", "order", "shards", "resume")
 
 
-def place(process: RunContext, options: Options) -> BatchSettings:
+def batch_settings(process: RunContext, options: Options) -> BatchSettings:
     """Return the run's settings that shape one rank's batches."""
     world = process.world
     return BatchSettings(
@@ -79,13 +78,13 @@ def fingerprint(
         "device": world.device.type,
         "accelerator": world.accelerator.facts(),
         "torch": torch.__version__,
-        **origin.marks(world.identity),
+        **manager.identity_marks(world.identity),
     }
 
 
-def take_data(stored: Mapping[str, Any], mine: Fingerprint | None) -> str:
+def dataset_warning(stored: Mapping[str, Any], mine: Fingerprint | None) -> str:
     """Return a warning where the dataset is not the one of the snapshot."""
-    what = difference(stored.get("data"), mine)
+    what = dataset_difference(stored.get("data"), mine)
     return what and (
         f"warning: the dataset is not that of the snapshot, by {what}: the result will not equal an"
         " undisturbed run's. What makes, shuffles or splits it at random belongs after ddp.start(),"
@@ -93,7 +92,7 @@ def take_data(stored: Mapping[str, Any], mine: Fingerprint | None) -> str:
     )
 
 
-def take_schedules(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+def schedule_warning(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     """Return a warning where schedules counted something else before the snapshot."""
     were, are = stored.get("scheduler_every", mine["scheduler_every"]), mine["scheduler_every"]
     if were == are:
@@ -105,7 +104,7 @@ def take_schedules(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     )
 
 
-def take_layout(config: dict[str, Any], layout: str | None) -> str:
+def note_layout(config: dict[str, Any], layout: str | None) -> str:
     """Put an Averaging's layout() into the configuration; return a warning if it was another."""
     before, config["buckets"] = config["buckets"], layout
     if before in (None, layout):

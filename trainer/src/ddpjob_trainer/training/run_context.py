@@ -8,12 +8,10 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
-from ddpjob_trainer.training.leaving.rescue import Rescue
-from ddpjob_trainer.training.leaving.shutdown import Shutdown
-from ddpjob_trainer.training.replay.drill import Drill
-from ddpjob_trainer.training.replay.recorder import Recorder
-from ddpjob_trainer.training.replay.replay import Replay
+from ddpjob_trainer.training.replay.records import Recorder
+from ddpjob_trainer.training.replay.replay import Drill, Replay
+from ddpjob_trainer.training.rescue import Rescue
+from ddpjob_trainer.training.shutdown import CallMismatch, Shutdown
 
 
 @dataclass(frozen=True, slots=True)

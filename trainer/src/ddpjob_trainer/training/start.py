@@ -28,25 +28,22 @@ from ddpjob_trainer.gradients import determinism
 from ddpjob_trainer.gradients.ddp import DdpAveraging
 from ddpjob_trainer.gradients.elastic import Averaging, ElasticAveraging
 from ddpjob_trainer.liveness import stacks
+from ddpjob_trainer.liveness.hang import watch
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
-from ddpjob_trainer.liveness.watchdog import watch
 from ddpjob_trainer.options import Logging, Options, Snapshots, advice
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.remote.client import check_upload
-from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.progress import Progress
-from ddpjob_trainer.telemetry.sinks import Sink, tensorboard
-from ddpjob_trainer.training.leaving import refusal
-from ddpjob_trainer.training.leaving.call_mismatch import CallMismatch
-from ddpjob_trainer.training.leaving.rescue import Rescue
-from ddpjob_trainer.training.leaving.shutdown import Shutdown
-from ddpjob_trainer.training.replay.drill import Drill
-from ddpjob_trainer.training.replay.recorder import Recorder
-from ddpjob_trainer.training.replay.records import record_path
-from ddpjob_trainer.training.replay.replay import Replay
+from ddpjob_trainer.telemetry.run_log import Sink, tensorboard
+from ddpjob_trainer.training import shutdown
+from ddpjob_trainer.training.replay.records import Recorder, record_path
+from ddpjob_trainer.training.replay.replay import Drill, Replay
+from ddpjob_trainer.training.rescue import Rescue
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.run_context import RunContext
+from ddpjob_trainer.training.shutdown import CallMismatch, Shutdown
 
 #: Snapshot directories of this process' runs, with the last step that one of them was to do.
 _BEGUN: dict[Path, int] = {}
@@ -179,7 +176,7 @@ def _check_guarded() -> None:
     """Raise ConfigError in a child that reads its parent's script, unguarded."""
     # Python's own mark, of which no public name tells.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigError(refusal.UNGUARDED)
+        raise ConfigError(shutdown.UNGUARDED)
 
 
 def _snapshot_settings(given: SnapshotSettings, asked: Snapshots) -> SnapshotSettings:

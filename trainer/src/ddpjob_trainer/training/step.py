@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.comm.exchange import Sent
+from ddpjob_trainer.comm.world import Sent
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
 from ddpjob_trainer.gradients.ddp import Part
 from ddpjob_trainer.telemetry.run_log import number_of
@@ -95,7 +95,7 @@ class Step:
         After commit(), which tells the others, the next step is the last: there all ranks may
         ``break`` instead. Either way the last step's snapshot says that the run is finished.
         """
-        self.work.exchange.asked = True
+        self.work.exchange.stop_called = True
 
     @property
     def loss(self) -> float:
@@ -142,6 +142,8 @@ class Step:
     def add(self, number: int, loss: torch.Tensor, weight: float | None) -> None:
         """Account for a backward. Raises ConfigError when it is not clear which batch it is of."""
         self._check_weight(number, weight)
+        # Two ways to use batches: one after another, with any number of losses each, or collected,
+        # with one loss each. Mixed, a second loss cannot be told from the next batch's first.
         self._ahead |= number < self.received - 1
         self._again |= number < self.consumed
         if self._ahead and self._again:

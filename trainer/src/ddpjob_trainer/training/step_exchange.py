@@ -11,11 +11,11 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from ddpjob_trainer.comm.exchange import Sent, send
+from ddpjob_trainer.comm.world import Sent, send
 from ddpjob_trainer.errors import ConfigError, NotCommittedError
+from ddpjob_trainer.liveness.step_times import Stragglers
 from ddpjob_trainer.optim.nan_policy import NanPolicy
-from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.telemetry.stragglers import Stragglers
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.step import Step
 
@@ -29,27 +29,31 @@ class StepExchange:
     def __init__(self, process: RunContext, nan: NanPolicy) -> None:
         self._process = process
         self._nan = nan
+        # Where a GPU queues its work, a step's losses are read one step later: it stays busy.
         self._ahead = 1 if process.world.accelerator.queues else 0
         self._ended: deque[Step] = deque()  # whose losses may still be on their way
         self._sent: Sent | None = None  # of the step last committed
         world = process.world
         self._stragglers = Stragglers(world.rank, world.size, process.progress.spent)
-        self.stop = False  # a rank has been asked to stop
-        self.asked = False  # this one's script has called step.stop()
-        self.enough = False  # a rank's script has
-        self._read = False  # this one's has read a step's loss
+        self.stop = False  # a rank got a signal: all end after this step
+        self.stop_called = False  # this rank's script has called step.stop()
+        self.enough = False  # a rank's script has: this step is the run's last
+        self._read = False  # this rank's script has read a step's loss
+
+    # --- During the step ----------------------------------------------------------------------
 
     def start(self, step: Step, *, allowed: bool) -> None:
-        """Tell the others of a step. ``allowed``: whether its gradients may be applied."""
+        """Send a step's numbers. ``allowed``: whether its gradients may be applied."""
         process, averaging = self._process, self._process.averaging
         losses = [process.world.accelerator.number(loss) for loss in step.losses]
         weights = step.weights or [1.0] * len(losses)
+        # A batch without weight was left out: its NaN harms nobody.
         counted = [loss for loss, weight in zip(losses, weights, strict=True) if weight]
         step.sent = self._sent = send(
             process.world,
             {
                 "stop": [float(process.shutdown.signal > 0)],
-                "enough": [float(self.asked)],
+                "enough": [float(self.stop_called)],
                 "snapshots": process.snapshots.report(),
                 "replay": process.replay.report(),
                 "drill": process.drill.report(),
@@ -64,7 +68,23 @@ class StepExchange:
         )
         step.refused = self._nan.refused
 
-    def hear_early(self, step: Step) -> None:
+    def not_finite(self, step: Step) -> Sequence[float]:
+        """Wait for the others; return the sums of NanPolicy.report()."""
+        return _sent(step).device.sums["not finite"]
+
+    def factor(self, step: Step) -> float:
+        """Wait for the others; return what gradients of weighted losses are to be multiplied by."""
+        sums = _sent(step).host.sums
+        self._check_weighted(step, sums["weighted"][0])
+        factor = self._process.averaging.factor(sums["weights"])
+        if not math.isfinite(factor):
+            raise ConfigError(
+                f"step {step.index}: the weights given to step.backward() add up to 0 over all"
+                " batches and ranks: nothing is left to train on"
+            )
+        return factor
+
+    def receive_early(self, step: Step) -> None:
         """Wait for the others before the update, with a rescue, where the body reads step.loss.
 
         Such a body waits for a peer that dies. Then its update is done, and its boundary never
@@ -73,30 +93,32 @@ class StepExchange:
         if self._read and self._process.rescue is not None:
             _ = _sent(step).host.sums
 
+    # --- After the loop's body ----------------------------------------------------------------
+
     def finish(self, step: Step) -> None:
-        """Hear the other hosts, after the loop's body.
+        """Receive the sums over all hosts, and hand each to the part that sent it.
 
         Raises ConfigError where the ranks do not agree, PeerLostError.
         """
-        process, heard = self._process, _sent(step).host.sums
-        self.stop = heard["stop"][0] > 0
-        self.enough = heard["enough"][0] > 0
-        process.snapshots.learn(heard["snapshots"])
-        process.replay.learn(heard["replay"])
-        process.drill.learn(heard["drill"])
+        process, sums = self._process, _sent(step).host.sums
+        self.stop = sums["stop"][0] > 0
+        self.enough = sums["enough"][0] > 0
+        process.snapshots.receive(sums["snapshots"])
+        process.replay.receive(sums["replay"])
+        process.drill.receive(sums["drill"])
         if process.rescue is not None:
-            process.rescue.learn(heard["rescue"])
+            process.rescue.receive(sums["rescue"])
         if process.world.rank == 0:  # who reports
-            slow = self._stragglers.learn(heard["work"])
+            slow = self._stragglers.receive(sums["work"])
             if slow is not None:
-                process.progress.held_up(slow)
-        self._check_weighted(step, heard["weighted"][0])
+                process.progress.reported_straggler(slow)
+        self._check_weighted(step, sums["weighted"][0])
         process.progress.body_ended()
         process.replay.step_ended(step)
         self._ended.append(step)
 
-    def learn(self, *, all_steps: bool) -> None:
-        """Take in ended steps whose numbers are likely known, or wait for all; report them.
+    def report(self, *, all_steps: bool) -> None:
+        """Report ended steps: those whose numbers are likely known, or wait for all.
 
         Raises DivergedError and ConfigError where the ranks do not agree.
         """
@@ -109,38 +131,22 @@ class StepExchange:
             self._process.progress.stepped(step.index + 1, self.mean_loss(step))
 
     def check_finite(self, newest: Step | None) -> None:
-        """Wait for all, and for the step under way; tell nobody. Raises DivergedError."""
+        """Check every pending step for NaN, without reporting it. Raises DivergedError."""
         if self._ahead:
             for step in (*self._ended, *([newest] if newest is not None else [])):
                 if step.committed:
                     self._check_finite(step)
 
-    def _check_finite(self, step: Step) -> None:
-        reported = _sent(step).device.sums["not finite"]
-        self._nan.after(step.index, self.mean_loss(step), step.losses, reported, step.refused)
-
     def wait(self) -> None:
-        """Leave no exchange under way; hear of all steps."""
+        """Wait until no exchange is under way; report all steps."""
         if self._sent is not None:
             for message in self._sent:
                 _ = message.sums
-        self.learn(all_steps=True)
+        self.report(all_steps=True)
 
-    def not_finite(self, step: Step) -> Sequence[float]:
-        """Wait for the others; return the sums of NanPolicy.report()."""
-        return _sent(step).device.sums["not finite"]
-
-    def factor(self, step: Step) -> float:
-        """Wait for the others; return what gradients of weighted losses are to be multiplied by."""
-        heard = _sent(step).host.sums
-        self._check_weighted(step, heard["weighted"][0])
-        factor = self._process.averaging.factor(heard["weights"])
-        if not math.isfinite(factor):
-            raise ConfigError(
-                f"step {step.index}: the weights given to step.backward() add up to 0 over all"
-                " batches and ranks: nothing is left to train on"
-            )
-        return factor
+    def _check_finite(self, step: Step) -> None:
+        reported = _sent(step).device.sums["not finite"]
+        self._nan.after(step.index, self.mean_loss(step), step.losses, reported, step.refused)
 
     def mean_loss(self, step: Step) -> float:
         """See Step.loss."""

@@ -17,10 +17,9 @@ from ddpjob_trainer.gradients.ddp import Wrapped
 from ddpjob_trainer.optim.nan_policy import NanPolicy
 from ddpjob_trainer.optim.update import Unit
 from ddpjob_trainer.options import Options
-from ddpjob_trainer.state import rng
-from ddpjob_trainer.state.buffers import Backup
-from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training.device_watch import DeviceWatch
+from ddpjob_trainer.printing import say
+from ddpjob_trainer.state.stateful import BufferBackup
+from ddpjob_trainer.telemetry.progress import DeviceWatch
 from ddpjob_trainer.training.models.guard import Guard, Touched
 from ddpjob_trainer.training.models.prepare import Model, PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
@@ -50,9 +49,9 @@ class Updates:
         self._device_watch = device_watch
         self._trained_in: dict[str, int | None] = {}  # step, by model in train mode; None: warned
         self._training: dict[str, torch.nn.Module | None] = {}  # a part of each that was so last
-        self._backup = Backup(trained.module) if options.nan_policy == "skip" else None
+        self._backup = BufferBackup(trained.module) if options.nan_policy == "skip" else None
 
-    # --- What a Step calls ------------------------------------------------------------------
+    # --- Forward and backward -----------------------------------------------------------------
 
     def forward_begins(self, step: Step, model: Wrapped) -> None:
         """Prepare each forward through a wrapper, evaluations included."""
@@ -60,7 +59,7 @@ class Updates:
         self._process.averaging.before_forward(model, step.part(), graph=graph)
         if graph:
             self._trained.forwards += 1
-            if self._backup is not None:
+            if self._backup is not None:  # a skipped update takes back what BatchNorm has seen, too
                 self._backup.take(step.index)
 
     def backward(
@@ -68,6 +67,8 @@ class Updates:
     ) -> None:
         """See Step.backward."""
         averaging, progress, number = self._process.averaging, self._process.progress, step.part()
+
+        # Refuse a loss whose gradients the ranks would not average.
         check_loss(loss)
         if not self._trained.forwards:
             raise ConfigError(
@@ -77,6 +78,8 @@ class Updates:
             )
         self._touched.before_backward(number, first=not step.consumed)
         step.add(number, loss.detach(), weight)
+
+        # Backward, averaged as it goes.
         progress.at("backward")
         marked = loss if weight == 0 else self._nan.mark(loss)
         shutdown = self._process.shutdown
@@ -85,6 +88,8 @@ class Updates:
         with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening():
             scaled = self._trained.updater.scale(marked)
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
+
+        # Note what a script can get wrong without an error: see _warn_of_eval() and Touched.
         for model in self._trained.models:
             if self._trained_in.get(model.name, 0) is not None and self._trains(model):
                 self._trained_in[model.name] = step.index
@@ -92,6 +97,8 @@ class Updates:
         self._device_watch.queued("backward")
         self._touched.after_backward(weighted=weight is not None)
         progress.at("body")
+
+    # --- Update -------------------------------------------------------------------------------
 
     def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """See Step.update."""
@@ -116,14 +123,15 @@ class Updates:
         """See Step.commit."""
         step.check_commit()
         with self._process.shutdown.peers(f"step {step.index}"):
-            if step.updates:
+            if step.updates:  # by step.update(): only the exchange is left
                 self._process.averaging.share_buffers()
                 self.exchange.start(step, allowed=True)
             else:
                 units, allowed = self._average(self._trained.updater.units)
                 self._process.averaging.share_buffers()
+                # Before the update: the network's latency hides behind it.
                 self.exchange.start(step, allowed=allowed)
-                self.exchange.hear_early(step)
+                self.exchange.receive_early(step)
                 if step.weights and allowed:
                     self._trained.updater.multiply(units, self.exchange.factor(step))
                 self._apply(step, units, allowed=allowed, exchanged=True)
@@ -136,6 +144,66 @@ class Updates:
         self._device_watch.queued("update")
         failpoints.reach("step")
         step.committed = True
+
+    def _average(self, units: Sequence[Unit]) -> tuple[list[Unit], bool]:
+        """Make the gradients of these optimizers' parameters equal on all ranks.
+
+        Return those of several that a gradient has reached, and whether they may be applied.
+        """
+        updater, averaging = self._trained.updater, self._process.averaging
+        # First what this rank can refuse alone.
+        self._process.progress.at("backward")
+        self.guard.check_schedulers()
+        updater.check_gradients()
+        self._touched.before_update(units)
+        averaging.finish([unit.parameters for unit in units])
+
+        # Gradients are equal from here on, so each rank decides alike, without a message.
+        self._process.progress.at("update")
+        self._trained.forwards = 0
+        reached = [unit for unit in units if len(units) == 1 or unit.has_gradients()]
+        measured = updater.measure(reached)
+        # A scaler decides itself: overflows are its daily bread.
+        finite = updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
+        return reached, finite
+
+    def _apply(
+        self, step: Step, units: Sequence[Unit], *, allowed: bool, exchanged: bool = False
+    ) -> None:
+        """Update, or leave the update out. ``exchanged``: the step's exchange is under way."""
+        updater = self._trained.updater
+        # A snapshot of the step before may still be reading the parameters.
+        self._process.before_update()
+        if allowed and updater.hooks:
+            allowed = self._before_update(step, units)
+        updated = allowed and updater.update(units)
+        self.guard.scheduled()
+        if updated:
+            return
+        if not allowed:
+            losses = [float(loss) for loss in step.losses]
+            reported = self.exchange.not_finite(step) if exchanged else None
+            self._nan.refuse(step.index, self._trained.module, losses, reported)
+            updater.forget()
+        self._process.progress.count("skipped_updates")
+        if self._backup is not None:
+            self._backup.put_back()
+
+    def _before_update(self, step: Step, units: Sequence[Unit]) -> bool:
+        """Call the hooks; return whether the gradients may be applied all the same.
+
+        They draw numbers that are equal on all ranks, as their gradients are, and that nothing else
+        depends on.
+        """
+        updater = self._trained.updater
+        with generators.kept():
+            generators.reseed(self._options.seed, step.index, -1 - step.updates)
+            measured = updater.before_update(units)
+        return updater.scaler is not None or all(
+            self._nan.allows(*one, now=True) for one in measured
+        )
+
+    # --- A model left in eval mode ------------------------------------------------------------
 
     def _trains(self, model: Model) -> bool:
         """Tell whether a module without others in it is in train mode: one around may stay so."""
@@ -161,59 +229,3 @@ class Updates:
                     " learns no more. If an evaluation has left it so, call model.train() after"
                     " that, or use run.evaluate() or run.evaluating(), which put it back",
                 )
-
-    # --- Its parts --------------------------------------------------------------------------
-
-    def _average(self, units: Sequence[Unit]) -> tuple[list[Unit], bool]:
-        """Make the gradients of these optimizers' parameters equal on all ranks.
-
-        Return those of several that a gradient has reached, and whether they may be applied.
-        """
-        updater, averaging = self._trained.updater, self._process.averaging
-        self._process.progress.at("backward")
-        self.guard.check_schedulers()
-        updater.check_gradients()
-        self._touched.before_update(units)
-        averaging.finish([unit.parameters for unit in units])
-        self._process.progress.at("update")
-        self._trained.forwards = 0
-        reached = [unit for unit in units if len(units) == 1 or unit.has_gradients()]
-        measured = updater.measure(reached)
-        # A scaler decides itself: overflows are its daily bread.
-        finite = updater.scaler is not None or all(self._nan.allows(*one) for one in measured)
-        return reached, finite
-
-    def _apply(
-        self, step: Step, units: Sequence[Unit], *, allowed: bool, exchanged: bool = False
-    ) -> None:
-        """Update, or leave the update out. ``exchanged``: the step's exchange is under way."""
-        updater = self._trained.updater
-        self._process.before_update()
-        if allowed and updater.hooks:
-            allowed = self._before_update(step, units)
-        updated = allowed and updater.update(units)
-        self.guard.scheduled()
-        if updated:
-            return
-        if not allowed:
-            losses = [float(loss) for loss in step.losses]
-            reported = self.exchange.not_finite(step) if exchanged else None
-            self._nan.refuse(step.index, self._trained.module, losses, reported)
-            updater.forget()
-        self._process.progress.count("skipped_updates")
-        if self._backup is not None:
-            self._backup.put_back()
-
-    def _before_update(self, step: Step, units: Sequence[Unit]) -> bool:
-        """Call the hooks; return whether the gradients may be applied all the same.
-
-        They draw numbers that are equal on all ranks, as their gradients are, and that nothing else
-        depends on.
-        """
-        updater = self._trained.updater
-        with generators.kept():
-            rng.reseed(self._options.seed, step.index, -1 - step.updates)
-            measured = updater.before_update(units)
-        return updater.scaler is not None or all(
-            self._nan.allows(*one, now=True) for one in measured
-        )

@@ -134,7 +134,7 @@ def whom(exits: Collection[Exit]) -> str:
     return f"rank {', '.join(map(str, ranks[:8]))}{after}"
 
 
-def told_of(early: str, cause: Exit | None) -> str:
+def failure_text(early: str, cause: Exit | None) -> str:
     """Name the ranks that ended early, then the rank that lost them."""
     return f"{early}; then rank {cause.rank}: {cause.exception or cause.code}" if cause else early
 

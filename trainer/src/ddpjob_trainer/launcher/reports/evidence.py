@@ -1,6 +1,6 @@
 """Collect what this launcher knows of a round, while it runs and when it has ended.
 
-The supervisor calls it at each stage of a round; files flow through evidence/writer to the folder
+The supervisor calls it at each stage of a round; files flow through evidence/folder to the folder
 beside the snapshots. Nothing here waits for a disk but end(), for a moment.
 """
 
@@ -20,8 +20,8 @@ from typing import Final, cast
 from ddpjob_contract import ExitCode, Round
 from ddpjob_contract.evidence import EVIDENCE_VERSION, End, Evidence, RankEnd
 from ddpjob_contract.text import without_credentials
-from ddpjob_trainer.evidence import bounds, folder
-from ddpjob_trainer.evidence.writer import Entry, Flight, Writer, flight_name
+from ddpjob_trainer.evidence import folder
+from ddpjob_trainer.evidence.folder import Entry, Flight, Writer, flight_name
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
@@ -164,7 +164,7 @@ class Keeper:
     def _put(self, body: Evidence, flights: tuple[Flight, ...] = ()) -> None:
         assert self._writer is not None
         replica = body["replica"]
-        at = folder.place(body["uid"], body["attempt"], body["round"])
+        at = folder.round_folder(body["uid"], body["attempt"], body["round"])
         prunes = replica == 0 and not self._pruned
         self._pruned = True
         self._writer.put(Entry(at, f"replica-{replica}.json", body, prunes, flights))
@@ -175,7 +175,7 @@ class Keeper:
         """``signal``: by which the launcher was to end, and its workers with it."""
         config = self._config
         exits = {one.rank: one for one in workers.exits}
-        share = bounds.log_share(config.world_size, config.nproc)
+        share = folder.log_share(config.world_size, config.nproc)
         return _known(
             version=EVIDENCE_VERSION,
             uid=config.uid,
@@ -192,7 +192,7 @@ class Keeper:
                 self._rank(workers, local, exits.get(config.rank(local)), lines, share, signal)
                 for local, lines in enumerate(tails)
             ],
-            stacks=self._stacks.encode()[: bounds.MOST_STACKS].decode(errors="ignore") or None,
+            stacks=self._stacks.encode()[: folder.MOST_STACKS].decode(errors="ignore") or None,
         )
 
     def _rank(
@@ -210,7 +210,7 @@ class Keeper:
         found: RankEnd = {
             "rank": self._config.rank(local_rank),
             "end": end,
-            "log": bounds.newest(log, bounds.MOST_LOG if end == "failed" else share),
+            "log": folder.newest_lines(log, folder.MOST_LOG if end == "failed" else share),
         }
         if state and trained:
             found["step"] = state.step
@@ -228,7 +228,7 @@ class Keeper:
         """Find what NCCL's flight recorder has written for these ranks in this round."""
         named = next((os.environ[name] for name in _FLIGHT_ENV if os.environ.get(name)), "")
         prefixes = (named,) if named else _FLIGHT_DEFAULTS
-        most = bounds.flight_share(self._config.world_size)
+        most = folder.flight_share(self._config.world_size)
         found = []
         for rank in self._ranks:
             for prefix in prefixes:

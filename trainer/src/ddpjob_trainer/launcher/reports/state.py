@@ -1,25 +1,233 @@
 """Build the answer to GET /state: the ranks' reports, and earlier rounds' outcomes.
 
-The supervisor keeps a Summary of all rounds; a thread that serves HTTP asks.
+The supervisor keeps a Summary of all rounds, the seconds of the launcher's life by what its gang
+did, and the progress of a program that declares a path. A thread that serves HTTP asks.
 """
 
 from __future__ import annotations
 
 import hmac
 import math
+import os
+import re
+import stat
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from typing import Any, Final, cast
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple, cast
 from urllib.parse import parse_qs
 
 from ddpjob_contract import Proof, Resumed, Round, Spent, State, Straggler
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
-from ddpjob_trainer.launcher.reports.account import Account
-from ddpjob_trainer.launcher.reports.progress_path import NEVER, ProgressPath, as_text
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, STRAGGLER, RankState, read_told
+from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, STRAGGLER, RankState, read_report
+
+# --- Seconds: the launcher's share of the ledger --------------------------------------------------
+# The supervisor says which stretch begins; rank 0's record says how its steps were spent. /state
+# and the termination report carry the sums, and the operator multiplies them by the gang's pods.
+
+#: What a launcher does: workers run, those of a round end, it waits for the hub, or has ended.
+Stretch = Literal["round", "recovering", "held", "idle"]
+_DIGITS: Final = 3
+
+
+class _Ledger(NamedTuple):
+    """The sums before the present stretch. Replaced whole: threads that serve HTTP read them."""
+
+    sums: Mapping[str, float]
+    stretch: Stretch
+    since: float
+    start: str  # where the time of a round goes before its first step has ended
+
+
+class Account:
+    """Sums in seconds of the monotonic clock.
+
+    ``reached``: the last step that was finished, here or before. ``reports_steps``: rank 0 is
+    expected to keep a record; without one nobody knows what a program does.
+    """
+
+    def __init__(self, now: float, reached: int = 0, *, reports_steps: bool = True) -> None:
+        self._began = now
+        self._ledger = _Ledger({}, "held", now, "warmup")
+        self._reports_steps = reports_steps
+        self.reached = reached
+
+    def begin(
+        self, stretch: Stretch, now: float, state: RankState | None, rest: str | None = None
+    ) -> None:
+        """Close the present stretch and begin another. ``state``: rank 0's, of a round.
+
+        ``rest``: where the step goes that was under way, else to ``recovering``.
+        """
+        ledger = self._ledger
+        if stretch == ledger.stretch:
+            return
+        if ledger.stretch == "round" and state is not None and state.phase != "startup":
+            self.reached = max(self.reached, state.step)
+        sums = _plus(ledger.sums, self._present(now, state, rest or "recovering"))
+        start = "recovering" if ledger.stretch == "round" else ledger.start
+        self._ledger = _Ledger(sums, stretch, now, start)
+
+    def read(self, now: float, state: RankState | None) -> Spent:
+        """Return the sums up to now; a step under way is in none of them."""
+        found = _plus(self._ledger.sums, self._present(now, state, None))
+        rounded = {name: round(seconds, _DIGITS) for name, seconds in found.items()}
+        return cast("Spent", {"up": round(now - self._began, _DIGITS), **rounded})
+
+    def _present(self, now: float, state: RankState | None, rest: str | None) -> dict[str, float]:
+        """Return the sums of the present stretch. ``rest`` None: its step goes on."""
+        ledger = self._ledger
+        if ledger.stretch != "round":
+            return {ledger.stretch: now - ledger.since}
+        if state is None:
+            return {ledger.start if self._reports_steps else "unknown": now - ledger.since}
+        spent = state.seconds
+        if not spent.last:
+            return {ledger.start: now - ledger.since}
+        found = {
+            ledger.start: spent.last - spent.trained - ledger.since,
+            "repeated": spent.repeated,
+            "data": spent.data,
+            "snapshot": spent.snapshot,
+            "productive": spent.trained - spent.repeated - spent.data - spent.snapshot,
+        }
+        rest = "idle" if state.phase == "done" else rest
+        return found if rest is None else _plus(found, {rest: now - spent.last})
+
+
+def _plus(first: Mapping[str, float], second: Mapping[str, float]) -> dict[str, float]:
+    """Add sums up; leave out what is nothing."""
+    names = first.keys() | second.keys()
+    both = {name: first.get(name, 0.0) + second.get(name, 0.0) for name in names}
+    return {name: seconds for name, seconds in both.items() if seconds > 0}
+
+
+# --- Progress by the newest mtime at a declared path ----------------------------------------------
+# The supervisor looks before rounds and at the end. A thread reads, since a file server that does
+# not answer must not stop the launcher. Times are compared with earlier ones only, since the file
+# server's clock is unknown.
+
+_LEVELS: Final = 3
+#: The most entries of one look, the newest directories first; a file server has other clients.
+MOST_ENTRIES: Final = 10_000
+_EVERY_SECONDS: Final = 5.0
+#: The largest share of time spent on looks.
+_SHARE: Final = 0.02
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+NEVER: Final = -1
+
+
+class ProgressPath:
+    """``newest``: the latest mtime read, in ns since the epoch; NEVER: none yet.
+
+    It only grows. ``path`` None: nothing is declared, and no thread runs.
+    """
+
+    def __init__(self, path: Path | None, every: float = _EVERY_SECONDS) -> None:
+        self.newest = NEVER
+        self._path = path
+        self._every = every
+        self._wanted = threading.Event()
+        self._read = threading.Condition()
+        self._begun = 0
+        self._done = 0
+        if path is not None:
+            threading.Thread(target=self._run, name="progress", daemon=True).start()
+
+    def poll(self, seconds: float) -> None:
+        """Read the path now; wait for the result, at most so long."""
+        if self._path is None:
+            return
+        with self._read:
+            wanted = self._begun + 1  # a look that has begun may have passed the newest file
+            self._wanted.set()
+            self._read.wait_for(lambda: self._done >= wanted, seconds)
+
+    def _run(self) -> None:
+        assert self._path is not None
+        while True:
+            with self._read:
+                self._wanted.clear()
+                self._begun += 1
+            since = time.monotonic()
+            self.newest = max(self.newest, newest_mtime(self._path))
+            with self._read:
+                self._done = self._begun
+                self._read.notify_all()
+            self._wanted.wait(max(self._every, (time.monotonic() - since) / _SHARE))
+
+
+def newest_mtime(path: Path) -> int:
+    """Return the newest mtime, in ns, of a file or below a directory.
+
+    ``*`` in the last part matches any characters. Below the path, links count themselves and are
+    not followed. A missing or unreadable entry counts as NEVER.
+    """
+    budget = iter(range(MOST_ENTRIES))
+    newest, directories = NEVER, []
+    for found in _declared(path, budget):
+        try:
+            about = Path(found).stat()
+        except OSError:
+            continue
+        if stat.S_ISDIR(about.st_mode):
+            directories.append((about.st_mtime_ns, found))
+        elif stat.S_ISREG(about.st_mode):
+            newest = max(newest, _sane(about.st_mtime_ns))
+    for _ in range(_LEVELS):
+        below: list[tuple[int, str]] = []
+        for _, directory in sorted(directories, reverse=True):
+            for entry, about in _entries(directory, budget):
+                if stat.S_ISDIR(about.st_mode):
+                    below.append((about.st_mtime_ns, entry.path))
+                elif stat.S_ISREG(about.st_mode) or stat.S_ISLNK(about.st_mode):
+                    newest = max(newest, _sane(about.st_mtime_ns))
+        directories = below
+    return newest
+
+
+def as_text(mtime: int) -> str:
+    """Format a time in RFC 3339, UTC, with microseconds."""
+    moment = _EPOCH + timedelta(microseconds=mtime // 1000)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def _sane(mtime: int) -> int:
+    """Drop a time that the operator cannot write down."""
+    return mtime if mtime < 2**63 else NEVER
+
+
+def _declared(path: Path, budget: Iterator[int]) -> list[str]:
+    if "*" not in path.name:
+        return [str(path)]
+    matches: Callable[[str], object] = re.compile(
+        ".*".join(map(re.escape, path.name.split("*"))), re.DOTALL
+    ).fullmatch
+    return [entry.path for entry, _ in _entries(str(path.parent), budget) if matches(entry.name)]
+
+
+def _entries(
+    directory: str, budget: Iterator[int]
+) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Yield the readable entries of a directory, with their lstat."""
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if next(budget, None) is None:
+                    return
+                try:
+                    yield entry, entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+    except OSError:
+        return
+
+
+# --- The state ------------------------------------------------------------------------------------
 
 _VERSION: Final = 1
 #: For the progress path: a file server that does not answer must not delay the launcher.
@@ -50,9 +258,9 @@ class Results:
             step=state.step if state and known else self.step,
             total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
-            resumed=read_told(workers.state_dir, RESUMED) or self.resumed,
-            straggler=read_told(workers.state_dir, STRAGGLER),
-            proof=_newest(read_told(workers.state_dir, PROOF), self.proof),
+            resumed=read_report(workers.state_dir, RESUMED) or self.resumed,
+            straggler=read_report(workers.state_dir, STRAGGLER),
+            proof=_newest(read_report(workers.state_dir, PROOF), self.proof),
         )
 
     def facts(self, state: RankState | None) -> dict[str, Any]:

@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import ddpjob_contract as contract
 from ddpjob_contract import REPORT_MAX_BYTES, REPORT_VERSION, ExitCode, Round, TerminationReport
+from ddpjob_trainer.launcher.host import NoRoomError
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import End
 from ddpjob_trainer.launcher.hub.root_cause import Exit, kind
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import OutputPump
 from ddpjob_trainer.launcher.reports.state import Results, known
-from ddpjob_trainer.launcher.runtime_dir import NoRoomError
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import RankState
 
@@ -72,7 +72,7 @@ def finish(
         elsewhere = "; ".join((elsewhere, *left))
     early = ended.end.early if ended.end else root_cause.ended_early(workers.exits, failure)
     if failure and early:
-        failure = replace(failure, exception=root_cause.told_of(early, failure))
+        failure = replace(failure, exception=root_cause.failure_text(early, failure))
     local_rank = failure.local_rank if failure else 0
     idle = ended.stood_by or workers.key.round < 0
     content = make_report(

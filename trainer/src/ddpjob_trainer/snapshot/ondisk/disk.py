@@ -11,15 +11,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import io
+import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 from ddpjob_trainer import failpoints
+
+# --- Files ----------------------------------------------------------------------------------------
 
 #: What O_DIRECT asks of lengths, offsets and addresses, at most, on the usual disks.
 _BLOCK = 4096
@@ -254,3 +258,74 @@ def use_reserve(root: Path) -> bool:
     there = exists(root / RESERVE)
     remove(root / RESERVE)
     return there
+
+
+# --- JSON of bounded size -------------------------------------------------------------------------
+# Writing has the bounds of reading, so nothing is called durable that could never be read.
+
+#: Some 100 000 ranks' parts fit in. Reading that much takes less than 1 GB.
+MAX_JSON_BYTES = 64 << 20
+_MAX_JSON_VALUES = 2 << 20
+
+
+def dump_json(value: Any) -> bytes:
+    """Return JSON that loads() takes. Raises ValueError when it is too large."""
+    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    check_json(data)
+    return data
+
+
+def load_json(data: bytes) -> Any:
+    """Read JSON from a stranger. Raises ValueError."""
+    check_json(data)
+    try:
+        return json.loads(data, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+
+
+def _refuse_constant(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def count(value: Any, least: int = 0) -> int:
+    """Return a whole number that fits into 63 bits. Raises ValueError for anything else."""
+    if type(value) is not int or not least <= value < 1 << 63:
+        raise ValueError(f"{str(value)[:40]!r} is not a count")
+    return value
+
+
+def check_json(data: bytes) -> None:
+    """Raise ValueError for what would take too much memory to read.
+
+    A list in brackets takes 3 bytes of text and 20 times as much in memory; a letter beyond ASCII
+    makes all others as wide as itself.
+    """
+    if len(data) > MAX_JSON_BYTES:
+        raise ValueError(
+            f"names and numbers take {len(data)} bytes, at most {MAX_JSON_BYTES} can be"
+        )
+    values = data.count(b",") + data.count(b"[") + data.count(b"{")
+    if values > _MAX_JSON_VALUES:
+        raise ValueError(f"{values} names and numbers, at most {_MAX_JSON_VALUES} can be")
+    if not data.isascii():
+        raise ValueError("JSON that is not plain ASCII")
+
+
+def seal(body: Mapping[str, Any]) -> bytes:
+    """Return the JSON of a non-empty object with its checksum. Raises ValueError."""
+    text = dump_json(body)
+    digest = hashlib.sha256(text).hexdigest().encode()
+    data = text[:-1] + b',"sha256":"' + digest + b'"}'
+    check_json(data)
+    return data
+
+
+def unseal(data: bytes) -> Any:
+    """Return what was sealed. Raises ValueError when a byte of it has changed."""
+    check_json(data)
+    end = data.rfind(b',"sha256":"')
+    text = data[: max(end, 0)] + b"}"
+    if data[end:] != f',"sha256":"{hashlib.sha256(text).hexdigest()}"}}'.encode():
+        raise ValueError("it does not match its checksum")
+    return load_json(text)

@@ -1,7 +1,7 @@
 """Decide which incarnation's snapshots count: the lineage fence, on disk and in a store.
 
 Each incarnation (uid, attempt, round) owns a numbered folder: on a disk the number is taken by
-exclusive creation, in a store it is drawn (remote/upload.py). Before its first step it brings its
+exclusive creation, in a store it is drawn (remote/transfer.py). Before its first step it brings its
 parent snapshot there and then writes a durable start record naming the parent. A loader follows
 only the newest chain of start records, so what a zombie of an earlier incarnation commits or
 removes later is on no chain: no lock, no clock.
@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import PeerLostError
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
-from ddpjob_trainer.snapshot.ondisk.checked_json import count, seal, unseal
+from ddpjob_trainer.snapshot.ondisk.disk import count, seal, unseal
 from ddpjob_trainer.snapshot.ondisk.manifest import NewerFormatError
 
 START = "start.json"

@@ -1,7 +1,7 @@
 """Define the manifest: a snapshot's contents. Present and its checksums right = valid.
 
 What it says is checked before anything is allocated, so a manifest made to do harm costs no more
-memory than its data files have bytes, and than checked_json.py allows for the JSON itself. Never
+memory than its data files have bytes, and than disk.py allows for the JSON itself. Never
 imports torch: the object store's process uses it too.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.snapshot.ondisk import disk
-from ddpjob_trainer.snapshot.ondisk.checked_json import MAX_BYTES, count, seal, unseal
+from ddpjob_trainer.snapshot.ondisk.disk import MAX_JSON_BYTES, count, seal, unseal
 
 FORMAT = "ddpjob-snapshot"
 VERSION = 2  # of the format; this program reads 1 to this one
@@ -131,7 +131,7 @@ def listed(directory: Path) -> list[Path]:
 def read(path: Path) -> Manifest:
     """Read a manifest and check it. Raises InvalidSnapshotError, OSError."""
     try:
-        data = disk.read_bounded(path, MAX_BYTES)
+        data = disk.read_bounded(path, MAX_JSON_BYTES)
     except disk.NotAFileError:
         raise InvalidSnapshotError("the manifest is not a regular file") from None
     return decode(data, step_of(path.name))
@@ -195,7 +195,7 @@ def _check(found: Manifest) -> None:
         _check_spans(name, sorted(parts), counts[name])
     if any(left < 0 for left in sizes.values()):
         raise ValueError("the chunks are larger than their data file")
-    if any(left > MAX_BYTES + 8 for left in sizes.values()):
+    if any(left > MAX_JSON_BYTES + 8 for left in sizes.values()):
         raise ValueError("a data file is larger than what it holds")
     if any(target not in counts for target in found.aliases.values()):
         raise ValueError("an alias names no tensor")

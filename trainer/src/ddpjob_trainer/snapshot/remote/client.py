@@ -21,8 +21,8 @@ from typing import Any
 from ddpjob_contract.text import without_credentials
 from ddpjob_trainer.environment import Identity, SnapshotSettings, source_folders
 from ddpjob_trainer.errors import ConfigError, PeerLostError
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot.ondisk import lineage
-from ddpjob_trainer.telemetry.console import say
 
 _MODULE = "ddpjob_trainer.snapshot.remote.process"
 _LOOK_SECONDS = 0.2
@@ -61,9 +61,9 @@ class RemoteProcess:
         self.ended = False
         root = str(settings.directory.absolute())
         order = {"do": do, "url": settings.upload, "root": root, "keep": settings.keep, **more}
-        self.tell(order)
+        self.send(order)
 
-    def tell(self, request: dict[str, Any]) -> None:
+    def send(self, request: dict[str, Any]) -> None:
         """Say something. That it is gone shows in answers()."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
@@ -132,7 +132,7 @@ class Uploads:
         self._count = count
         self._process: RemoteProcess | None = None
         self._over = False
-        self._told = False
+        self._reported = False
         self._pending = -1
 
     def committed(self, step: int) -> None:
@@ -147,16 +147,16 @@ class Uploads:
             self._failed(step, f"no process for it: {error}")
             return
         self._pending = step
-        self._process.tell({"step": step})
+        self._process.send({"step": step})
 
-    def hear(self, seconds: float = 0.0) -> bool:
+    def receive(self, seconds: float = 0.0) -> bool:
         """Take in what became of them; return whether it has ended."""
         if self._process is None:
             return True
         for answer in self._process.answers(seconds):
             if "uploaded" in answer:
                 self._count(answer["uploaded"])
-                self._told = False
+                self._reported = False
                 if answer["uploaded"] >= self._pending:
                     self._pending = -1
             elif "failed" in answer:
@@ -169,20 +169,20 @@ class Uploads:
 
     def _failed(self, step: int, text: str) -> None:
         self._count(None)
-        if not self._told:  # once for a series of failures
+        if not self._reported:  # once for a series of failures
             again = "no more are uploaded" if self._over else "it is tried again"
             say(0, f"the snapshot of step {step} was not uploaded: {text}; {again}")
-        self._told = True
+        self._reported = True
 
     def wait(self, seconds: float, alive: Callable[[], None]) -> None:
         """Wait so long until the newest is uploaded: the disk may be gone after this."""
-        self.hear()
+        self.receive()
         if self._process is None or self._pending < 0:
             return
-        self._process.tell({"now": True})
+        self._process.send({"now": True})
         deadline = time.monotonic() + seconds
         while self._pending >= 0 and not self._over and time.monotonic() < deadline:
-            self.hear(_LOOK_SECONDS)
+            self.receive(_LOOK_SECONDS)
             alive()
         if self._pending >= 0:
             say(0, f"the snapshot of step {self._pending} is on disk only so far")

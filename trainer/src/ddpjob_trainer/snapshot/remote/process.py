@@ -22,10 +22,8 @@ from typing import Any, NoReturn
 from ddpjob_contract.text import without_credentials
 from ddpjob_trainer.environment import Identity
 from ddpjob_trainer.errors import ConfigError, PeerLostError
-from ddpjob_trainer.snapshot.remote.evidence import EvidenceCopy
-from ddpjob_trainer.snapshot.remote.fetch import fetch
 from ddpjob_trainer.snapshot.remote.store import Store
-from ddpjob_trainer.snapshot.remote.upload import Uploader
+from ddpjob_trainer.snapshot.remote.transfer import EvidenceCopy, Uploader, fetch
 
 _NICE = 10
 _FIRST_SECONDS = 1.0

@@ -1,1 +1,1 @@
-"""Go on from a snapshot: resume (choose, bring, agree) -> load (bytes) -> load_state (objects)."""
+"""Go on from a snapshot: resume (choose, bring, agree) -> load (bytes, objects)."""

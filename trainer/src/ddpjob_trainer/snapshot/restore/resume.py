@@ -26,6 +26,7 @@ import torch
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.errors import ConfigError, PeerLostError, cannot_read
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.ondisk.manifest import (
@@ -36,7 +37,6 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
 )
 from ddpjob_trainer.snapshot.restore import load
 from ddpjob_trainer.snapshot.restore.load import FileSpan, Source
-from ddpjob_trainer.telemetry.console import say
 
 _LIST, _LOOK, _PROPOSED, _SICK = b"list ", b"look ", b"candidate ", b"sick "
 _CALL = "the start of run.steps()"

@@ -1,1 +1,1 @@
-"""Make a snapshot beside training: layout -> staging -> writer -> part_reports -> the manifest."""
+"""Make a snapshot beside training: layout -> writer -> parts -> the manifest."""

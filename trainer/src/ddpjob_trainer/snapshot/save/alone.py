@@ -1,6 +1,6 @@
 """Write a whole snapshot from one process, beside the others' end.
 
-training/leaving/rescue.py calls it in a survivor of a failure. It reads the live tensors, which no
+training/rescue.py calls it in a survivor of a failure. It reads the live tensors, which no
 update changes meanwhile, and leaves an ordinary snapshot of one data file. What is left without a
 manifest counts for nothing.
 """
@@ -19,7 +19,7 @@ from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
-from ddpjob_trainer.snapshot.save.part_reports import Report
+from ddpjob_trainer.snapshot.save.parts import Report
 
 
 def write_alone(

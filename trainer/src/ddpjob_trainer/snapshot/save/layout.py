@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +21,142 @@ from typing import Any
 
 import torch
 
-from ddpjob_trainer.gpu.accelerator import in_order
-from ddpjob_trainer.snapshot.ondisk import checked_json, data_file
-from ddpjob_trainer.snapshot.ondisk.data_file import Piece
-from ddpjob_trainer.snapshot.ondisk.files import data_name
+from ddpjob_trainer.gpu.accelerator import Accelerator, in_order
+from ddpjob_trainer.printing import say
+from ddpjob_trainer.snapshot.ondisk import disk, files
+from ddpjob_trainer.snapshot.ondisk.files import Piece, data_name
 from ddpjob_trainer.snapshot.ondisk.manifest import ITEM_BYTES, Chunk, DataFile, Manifest
-from ddpjob_trainer.snapshot.save.part_reports import Report
-from ddpjob_trainer.snapshot.save.staging import Copy
+from ddpjob_trainer.snapshot.save.parts import Report
 from ddpjob_trainer.state.codec import DTYPES, Flat
+
+# --- Staging --------------------------------------------------------------------------------------
+# A buffer holds the data file as it will be written. What user code may change after the step
+# (buffers, counters, registered objects) is copied at once; parameters and optimizer state do not
+# change before the next update, so their copy may run beside the next forward and backward.
+
+_PAGE = mmap.PAGESIZE
+_SLACK = 16
+
+Copy = tuple[int, torch.Tensor]  # where in the buffer, what
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Memory that was touched once. Children share it, so that a fork copies no page of it."""
+
+    size: int
+    memory: torch.Tensor  # uint8, the whole of it
+    busy: bool = False
+    _pinned: bool = False
+
+    @classmethod
+    def allocate(cls, size: int, accelerator: Accelerator) -> Buffer:
+        """Reserve the memory now, so that no copy ever waits for it. Raises OSError."""
+        size = -(-size // _PAGE) * _PAGE
+        memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        memory.zero_()  # maps every page, outside the GIL
+        return cls(size, memory, _pinned=_pin(memory, accelerator))
+
+    def release(self, accelerator: Accelerator) -> None:
+        """Give the memory back: it is unmapped once nobody has a view of it."""
+        if self._pinned:
+            accelerator.unpin(self.memory)
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def content(self, size: int) -> memoryview:
+        """Return its first bytes, for the disk."""
+        return memoryview(self.memory.numpy().data)[:size]
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Put bytes in."""
+        end = offset + len(data)
+        self.memory[offset:end].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def copy(self, copies: Sequence[Copy], accelerator: Accelerator, ready: Any) -> None:
+        """Copy flat tensors in, as they are at the mark ``ready``, and wait for them.
+
+        All at once: on a GPU one wait for each would be the most of it.
+        """
+        with accelerator.saving(ready):
+            for offset, tensor in copies:
+                source = tensor.view(torch.uint8)
+                target = self.memory[offset : offset + source.numel()]
+                target.copy_(source, non_blocking=accelerator.queues)
+
+
+_told_unpinned = False
+
+
+def _pin(memory: torch.Tensor, accelerator: Accelerator) -> bool:
+    """Page-lock memory: a GPU's copies run beside its kernels only into memory it knows."""
+    global _told_unpinned
+    try:
+        return accelerator.pin(memory)
+    except RuntimeError as error:
+        if not _told_unpinned:
+            _told_unpinned = True
+            text = str(error).strip().partition("\n")[0]
+            say(
+                0,
+                f"warning: memory to stage snapshots in cannot be page-locked ({text}): copies take"
+                " longer. Look at the memory and memlock limits of the pod",
+            )
+        return False
+
+
+class Pool:
+    """Two buffers, so that one can be filled while the other is written. Threads may share it."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._lock = threading.Lock()
+        self._buffers: list[Buffer | None] = [None, None]
+
+    def prepare(self, size: int) -> None:
+        """Allocate what take() will want. Raises OSError."""
+        with self._lock:
+            for number in range(len(self._buffers)):
+                self._fit(number, size)
+
+    def take(self, size: int) -> Buffer | None:
+        """Return a buffer of at least ``size`` bytes, None while both are in use.
+
+        It is the caller's until its ``busy`` is set to False. Raises OSError.
+        """
+        with self._lock:
+            for number in range(len(self._buffers)):
+                buffer = self._fit(number, size)
+                if buffer is not None:
+                    buffer.busy = True
+                    return buffer
+        return None
+
+    def free(self) -> bool:
+        """Tell whether take() would find one."""
+        return not all(buffer is not None and buffer.busy for buffer in self._buffers)
+
+    def close(self) -> None:
+        """Give all memory back. Nobody may use a buffer any more."""
+        with self._lock:
+            for buffer in self._buffers:
+                if buffer is not None:
+                    buffer.release(self._accelerator)
+            self._buffers = []
+
+    def _fit(self, number: int, size: int) -> Buffer | None:
+        buffer = self._buffers[number]
+        if buffer is not None and buffer.busy:
+            return None
+        if buffer is None or buffer.size < size:
+            if buffer is not None:
+                self._buffers[number] = None
+                buffer.release(self._accelerator)
+                size += size // _SLACK  # what has grown may grow again
+            buffer = self._buffers[number] = Buffer.allocate(size, self._accelerator)
+        return buffer
+
+
+# --- Layout ---------------------------------------------------------------------------------------
 
 #: Pieces are no larger, so that no reader needs much memory at once.
 MAX_PIECE_BYTES = 16 << 20
@@ -74,7 +204,7 @@ class Captured:
 
     def check(self) -> None:
         """Raise ValueError for more names and numbers than a manifest can hold."""
-        checked_json.dumps([self.flat.tree, self.flat.aliases, dict(self.structure.shapes)])
+        disk.dump_json([self.flat.tree, self.flat.aliases, dict(self.structure.shapes)])
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> tuple[tuple[str, Shape], ...]:
@@ -150,8 +280,8 @@ def lay_out(structure: Structure, writers: int, writer: int) -> Layout:
     spans += [(span, True) for span in divide(structure, writers)[writer]]
     known = {key_of(span): (span, late) for span, late in spans}
     pieces = [Piece(key, shapes[span.tensor][0], span.count) for key, (span, _) in known.items()]
-    pieces = data_file.order(pieces)
-    header = data_file.header(pieces)
+    pieces = files.order_pieces(pieces)
+    header = files.data_header(pieces)
     ends = [*accumulate((piece.bytes for piece in pieces), initial=len(header))]
     placed = ((start, *known[piece.key]) for start, piece in zip(ends, pieces, strict=False))
     return Layout(header, tuple(placed), ends[-1])

@@ -1,8 +1,8 @@
 """Make staged parts durable beside training, in two threads of each rank.
 
 manager.py calls save() on each rank. One thread finishes the copy, for which an update may have to
-wait; the other writes it (ondisk/files.py) and posts the result (part_reports.py). Rank 0's
-also commits the manifest when all parts are durable, has them read back (read_back.py), and keeps
+wait; the other writes it (ondisk/files.py) and posts the result (parts.py). Rank 0's
+also commits the manifest when all parts are durable, has them read back (parts.py), and keeps
 the outcomes until the training thread asks. Copying, writing, fsync and checksums release the
 interpreter. A rank that ends leaves what was committed, and perhaps half a file that no manifest
 names.
@@ -22,14 +22,19 @@ from typing import Any
 import torch
 
 from ddpjob_trainer.gpu.accelerator import Accelerator
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
-from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
-from ddpjob_trainer.snapshot.ondisk.retention import retain
-from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
-from ddpjob_trainer.snapshot.save.part_reports import PartReports, Report
-from ddpjob_trainer.snapshot.save.read_back import ReadBack
-from ddpjob_trainer.snapshot.save.staging import Buffer, Copy, Pool
-from ddpjob_trainer.telemetry.console import say
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name, retain
+from ddpjob_trainer.snapshot.save.layout import (
+    Buffer,
+    Captured,
+    Copy,
+    Draft,
+    Pool,
+    fingerprint,
+    lay_out,
+)
+from ddpjob_trainer.snapshot.save.parts import PartReports, ReadBack, Report
 
 _END_SECONDS = 5.0
 _VERIFY_SECONDS = 15.0

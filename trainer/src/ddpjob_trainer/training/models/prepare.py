@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,24 +16,155 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gradients.ddp import Wrapped
 from ddpjob_trainer.gradients.elastic import Averaging
-from ddpjob_trainer.optim.amp import autocast_forward
-from ddpjob_trainer.optim.ema import make_ema
 from ddpjob_trainer.optim.update import (
     Clip,
     Hook,
     Unit,
     Updater,
+    autocast_forward,
     check_parameters,
     held_by,
+    make_ema,
     match_schedulers,
 )
 from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.snapshot.training_state import TrainingState
-from ddpjob_trainer.state.modes import Modes
-from ddpjob_trainer.state.stateful import Stateful
-from ddpjob_trainer.training.leaving.boundary import Boundary
-from ddpjob_trainer.training.models import incompatible
-from ddpjob_trainer.training.models.compiled import compile_in_place, keep_bits
+from ddpjob_trainer.state.stateful import Modes, Stateful
+from ddpjob_trainer.training.rescue import Boundary
+
+# --- Options that do not go together --------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that the table looks at."""
+
+    options: Options
+    model: ModelOptions
+    device: str  # cpu, cuda
+    has_sync_batchnorm: bool = False
+    several_models: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """``first`` and ``second`` do not go together ``when`` it holds."""
+
+    first: str
+    second: str
+    when: Callable[[Facts], bool]
+    reason: str
+    cure: str
+
+
+def _elastic(facts: Facts) -> bool:
+    return facts.options.level == "elastic"
+
+
+REFUSALS = (
+    Refusal(
+        "comm_hook",
+        "level='elastic'",
+        lambda f: _elastic(f) and f.model.comm_hook is not None,
+        "elastic adds gradients up in an order of its own, past DDP's buckets and their hooks",
+        "Use comm_hook=None, or level='resume'",
+    ),
+    Refusal(
+        "static_graph=True",
+        "level='elastic'",
+        lambda f: _elastic(f) and f.model.static_graph,
+        "elastic never lets DDP synchronise, so DDP would never see the graph it is to keep",
+        "Use static_graph=False, or level='resume'",
+    ),
+    Refusal(
+        "static_graph=True",
+        "micro_batches",
+        lambda f: f.model.static_graph and f.options.micro_batches > 1,
+        "DDP must see the graph in a backward that it synchronises, and the first would not be",
+        "Use static_graph=False, or micro_batches=1",
+    ),
+    Refusal(
+        "SyncBatchNorm",
+        "level='elastic'",
+        lambda f: _elastic(f) and (f.model.sync_batchnorm or f.has_sync_batchnorm),
+        "its statistics depend on how many processes there are",
+        "Use GroupNorm or LayerNorm, or level='resume'",
+    ),
+    Refusal(
+        "SyncBatchNorm",
+        "training on the CPU",
+        lambda f: f.device == "cpu" and (f.model.sync_batchnorm or f.has_sync_batchnorm),
+        "PyTorch has it for CUDA only",
+        "Use sync_batchnorm=False and BatchNorm, or GroupNorm",
+    ),
+    Refusal(
+        "several models",
+        "level='elastic'",
+        lambda f: _elastic(f) and f.several_models,
+        "their losses run through one another, past the order in which shards are added up",
+        "Use level='resume', or one model",
+    ),
+    Refusal(
+        "several models",
+        "comm_hook or static_graph",
+        lambda f: f.several_models and (f.model.comm_hook is not None or f.model.static_graph),
+        "their gradients are averaged after backward, past DDP's buckets, hooks and graph",
+        "Use comm_hook=None and static_graph=False, or one model",
+    ),
+    Refusal(
+        "grad_scaler",
+        "a precision other than 'fp16'",
+        lambda f: f.model.grad_scaler is not None and f.options.precision != "fp16",
+        "only fp16's small range needs one",
+        "Use grad_scaler=None, or precision='fp16'",
+    ),
+)
+
+
+def refuse_incompatible(facts: Facts) -> None:
+    """Raise ConfigError for the first combination in the table that is asked for."""
+    for refusal in REFUSALS:
+        if refusal.when(facts):
+            raise ConfigError(
+                f"{refusal.first} and {refusal.second} do not go together: {refusal.reason}."
+                f" {refusal.cure}"
+            )
+
+
+# --- Compilers ------------------------------------------------------------------------------------
+
+
+def compile_in_place(module: torch.nn.Module, options: ModelOptions) -> None:
+    """Compile a module in place. Parameters keep their names, the module stays the user's."""
+    if not options.compile:
+        return
+    backend = "inductor" if options.compile is True else options.compile
+    from torch._dynamo import config, trace_rules
+
+    # Module.compile() looks at frames that are not torch's own: a Sequential has none, and nothing
+    # would be compiled, silently.
+    with config.patch(wrap_top_frame=bool(trace_rules.check(module.forward))):
+        module.compile(backend=backend)
+
+
+def keep_bits(level: str, device: torch.device) -> None:
+    """Set the compilers, before anything runs, to keep the bits of all that they compile."""
+    if level == "off" or "torch._dynamo" not in sys.modules:  # else there is nothing to compile
+        return
+    # The warm-up runs backward twice on one graph; donated buffers would be gone by then.
+    import torch._functorch.config as functorch
+
+    setattr(functorch, "donated_buffer", False)  # noqa: B010
+    if device.type == "cpu":
+        return
+    # It would choose kernels by how long they take, and with them the order of additions.
+    import torch._inductor.config as inductor
+
+    if hasattr(inductor, "deterministic"):
+        setattr(inductor, "deterministic", True)  # noqa: B010
+
+
+# --- prepare() ------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -151,7 +283,7 @@ class PreparedModels:
     # --- One by one ------------------------------------------------------------------------
 
     def _add_model(self, name: str, module: torch.nn.Module, options: ModelOptions) -> Wrapped:
-        place(module, self._world.device)
+        move_to(module, self._world.device)
         module.zero_grad(set_to_none=True)  # what is left of before is not to be added to
         if options.sync_batchnorm:
             torch.nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
@@ -227,8 +359,8 @@ class PreparedModels:
             for part in module.modules()
         )
         for model in (*(model.options for model in self.models), options):
-            incompatible.refuse(
-                incompatible.Facts(
+            refuse_incompatible(
+                Facts(
                     self._options,
                     model,
                     self._world.device.type,
@@ -289,7 +421,7 @@ def shaped_like(given: Any, values: Sequence[T]) -> Any:
     return values[0]
 
 
-def place(module: torch.nn.Module, device: torch.device) -> None:
+def move_to(module: torch.nn.Module, device: torch.device) -> None:
     """Move a model to this process's device, unless its user has put it elsewhere.
 
     One that lies on several devices would be folded into one.

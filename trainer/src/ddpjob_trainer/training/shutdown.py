@@ -9,22 +9,100 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+import torch
+
 from ddpjob_contract import ExitCode
 from ddpjob_trainer.comm.peer_loss import brief, cure_of, is_peer_loss, leave
+from ddpjob_trainer.comm.sealed import Board
+from ddpjob_trainer.comm.world import World, other_call
+from ddpjob_trainer.environment import TRACEBACK, state_directory, wants_traceback
 from ddpjob_trainer.errors import ConfigError, DivergedError, HardwareError, PeerLostError
-from ddpjob_trainer.gpu import faults
+from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
-from ddpjob_trainer.telemetry.console import say
-from ddpjob_trainer.training.leaving import refusal
+from ddpjob_trainer.printing import say
+
+# --- Refusals: one line with the cure -------------------------------------------------------------
+# All ranks of a launcher meet the same error, so the first one prints it. A traceback through our
+# code helps nobody who has mistyped an option; DDPJOB_TRAINER_TRACEBACK=1 brings it back.
+
+_OURS = f"{Path(__file__).parents[2]}{os.sep}"
+#: What calls our hooks, and enters our context managers.
+_BETWEEN = ("<", f"{Path(torch.__file__).parent}{os.sep}", contextlib.__file__)
+#: A child process says so, and its rank, which then meets something else, ends by it.
+UNGUARDED = (
+    "a child process that was started by spawn or forkserver, as of a DataLoader, reads the script"
+    " from its first line and is at ddp.start() again: put what trains below `if __name__ =="
+    ' "__main__":`'
+)
+
+
+def print_refusal(rank: int, error: BaseException, trace: TracebackType | None) -> bool:
+    """Say such an error in one line; False: nothing was said, the traceback is wanted."""
+    if not isinstance(error, ConfigError | HardwareError) or wants_traceback(os.environ):
+        return False
+    text = _worded(error)
+    if _is_first(text):
+        say(rank, f"{text}{_place(trace)} ({TRACEBACK}=1 shows the traceback)")
+    return True
+
+
+def _is_first(text: str) -> bool:
+    """Tell whether no other rank of this launcher has said it in this round."""
+    path = _mark_of(text)
+    if path is None:
+        return True
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # said twice is better than not at all
+    return True
+
+
+def refusal_of_child() -> ConfigError | None:
+    """Return what a child process of this launcher's ranks was refused for in this round."""
+    error = ConfigError(UNGUARDED)
+    path = _mark_of(_worded(error))
+    return error if path is not None and path.exists() else None
+
+
+def _worded(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _mark_of(text: str) -> Path | None:
+    """Return the file that marks this as said; None without a launcher of ours."""
+    directory = state_directory(os.environ)
+    name = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:16]
+    return None if directory is None else directory / f"refusal-{name}"
+
+
+def _place(trace: TracebackType | None) -> str:
+    """Find the line of the script from which our code was called, perhaps through torch."""
+    found = ""
+    for frame in traceback.extract_tb(trace):
+        if frame.filename.startswith(_OURS):
+            if found:
+                break
+        elif not frame.filename.startswith(_BETWEEN):
+            found = f" [{frame.filename}, line {frame.lineno}]"
+    return found
+
+
+# --- Shutdown -------------------------------------------------------------------------------------
 
 #: Between the end of the loop and that of a process that was asked to stop in its last step.
 _MOMENT_SECONDS = 1.0
@@ -179,7 +257,7 @@ class Shutdown:
     def refuse(self, error: ConfigError | PeerLostError) -> NoReturn:
         """End at once, from any thread. The main one waits for peers that will not come."""
         self._state.failed(error)
-        if not refusal.tell(self._rank, error, None):
+        if not print_refusal(self._rank, error, None):
             say(self._rank, f"{type(error).__name__}: {error}")
         leave(exit_code_of(error))
 
@@ -187,14 +265,14 @@ class Shutdown:
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         """Report, run exit handlers, and end without waiting for peers."""
-        error = refusal.of_child() or error
+        error = refusal_of_child() or error
         self.if_peer_lost(error, explain=True)
         self._state.failed(error)
         state = self._state.state
         if state.phase == "done" and state.ending != "finished":  # the error left the loop
             self._state.update(phase="step")  # a hang on the way out is one
         self.failing = True
-        if not refusal.tell(self._rank, error, trace):
+        if not print_refusal(self._rank, error, trace):
             self._hook(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             leave(128 + signal.SIGINT)
@@ -207,7 +285,7 @@ def exit_code_of(error: BaseException) -> int:
     if is_peer_loss(error):
         return ExitCode.PEER_LOST
     if isinstance(error, HardwareError) or (
-        isinstance(error, RuntimeError) and faults.is_fault(str(error))
+        isinstance(error, RuntimeError) and devices.is_fault(str(error))
     ):
         return ExitCode.HARDWARE
     if isinstance(error, ConfigError) or cure_of(error):
@@ -215,3 +293,50 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, DivergedError):
         return ExitCode.DIVERGED
     return 1
+
+
+# --- Calls in which the ranks differ --------------------------------------------------------------
+# A rank that makes another call than the rest cannot say so by a collective: the others wait in
+# another one, for gradients say. So a rank that gets no further writes its last calls into the
+# store, from a thread, and compares them with those that another rank has written.
+
+_FIRST_LOOK_SECONDS = 0.5
+_LONGEST_LOOK_SECONDS = 8.0
+
+
+class CallMismatch:
+    """One process's side of comparing the ranks' calls. Does nothing in a run of one rank."""
+
+    def __init__(self, world: World, shutdown: Shutdown) -> None:
+        self._world = world
+        self._shutdown = shutdown
+        self._over = threading.Event()
+        if world.size > 1:
+            threading.Thread(target=self._watch, name="call mismatch", daemon=True).start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        pause, before = _FIRST_LOOK_SECONDS, -1
+        while not self._over.wait(pause):
+            reached, board = self._shutdown.reached, self._world.board
+            if reached != before:
+                pause, before = _FIRST_LOOK_SECONDS, reached
+                continue
+            pause = min(2 * pause, _LONGEST_LOOK_SECONDS)
+            try:
+                if board is not None:
+                    self._look(board)
+            except RuntimeError:  # the store is gone; the main thread hears of it too
+                return
+
+    def _look(self, board: Board) -> None:
+        """End this process if another makes other calls: one waits for what will not come."""
+        rank = self._world.rank
+        for number, what in list(self._shutdown.calls):
+            other, data = board.first("call", number, rank, what.encode())
+            if (there := data.decode()) != what:
+                error = other_call((other, there), (rank, what))
+                self._shutdown.refuse(board.refusal(str(error)))

@@ -15,10 +15,10 @@ from ddpjob_trainer.comm.world import agree
 from ddpjob_trainer.data.inputs import Indexed, Input
 from ddpjob_trainer.errors import ConfigError, DivergedError
 from ddpjob_trainer.gradients.replica_check import DivergenceCheck
-from ddpjob_trainer.optim.ema import begin_ema
+from ddpjob_trainer.optim.update import begin_ema
 from ddpjob_trainer.options import Options
+from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot import weights
-from ddpjob_trainer.telemetry.console import say
 from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.models.prepare import PreparedModels
 from ddpjob_trainer.training.run_context import RunContext
@@ -30,7 +30,7 @@ MODES = ("min", "max")
 Best = list[Any]
 
 
-class Keeping:
+class SnapshotPolicy:
     """One process's side of loading, comparing and saving. Every rank makes the same calls."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Keeping:
         self.rescued = False  # a survivor of a failure has made it
         self.other_data = True  # than it was made with, or there is none
         self._process = process
-        self._snapshots = process.snapshots
+        self._manager = process.snapshots
         self._options = options
         self._trained = trained
         self._input = source
@@ -64,6 +64,8 @@ class Keeping:
             u.every or "step" for u in units if u.scheduler is not None
         ]
 
+    # --- Resume -----------------------------------------------------------------------------
+
     def restore(self) -> None:
         """Load the newest snapshot into all there is.
 
@@ -71,35 +73,47 @@ class Keeping:
         """
         state, config = self._trained.state, self._config
         decides = config.copy()
+
+        # All ranks must be in one run before any of them waits for a snapshot.
         facts = {name: config[name] for name in run_config.OF_ALL}
-        made = self._snapshots.are_made
-        facts |= {"snapshots": made, "snapshots.every": made and self._snapshots.every_steps}
+        made = self._manager.are_made
+        facts |= {"snapshots": made, "snapshots.every": made and self._manager.every_steps}
         self._input.compare(agree(self._process.world, facts, self._input.own))
-        self._snapshots.check(state)
+        self._manager.check(state)
+
+        # Load; first note what the script has built, for loading overwrites it.
         built = run_config.Hyperparameters(self._trained)
         kept = self._averaging.kept
-        self.resumed_after, stored = self._snapshots.restore(state, config, kept)
-        script = self._snapshots.hyperparameters == "script"
-        self._tell(built.compare(stored.get("hyperparameters"), script=script))
+        self.resumed_after, stored = self._manager.restore(state, config, kept)
+
+        # Say where the run differs from the one that made the snapshot.
+        script = self._manager.hyperparameters == "script"
+        self._say(built.compare(stored.get("hyperparameters"), script=script))
         config["hyperparameters"] = built.kept
-        self._tell(run_config.take_data(stored, config["data"]))
-        self._tell(run_config.take_schedules(stored, config))
+        self._say(run_config.dataset_warning(stored, config["data"]))
+        self._say(run_config.schedule_warning(stored, config))
+
+        # Without a snapshot: begin with the weights that start(resume=...) names.
         if not stored and self._options.resume is not None:
             weights.load(Path(self._options.resume), state.module)
-            self._tell(f"beginning with the weights of {self._options.resume}")
+            self._say(f"beginning with the weights of {self._options.resume}")
         if (rescued := stored.get("rescued")) is not None:
             self.rescued = True
             who, step = rescued["rank"], self.resumed_after
-            self._tell(f"nothing is repeated: rank {who} saved step {step} before it was ended")
+            self._say(f"nothing is repeated: rank {who} saved step {step} before it was ended")
         self.other_data = stored.get("order") != config["order"]
+
+        # Put back what is not in the state, and begin the averages.
         for module, ema in self._trained.updater.emas:
             begin_ema(module, ema)
         self.best = dict(stored.get("best", {}))
         self._trained.modes.put_back(stored.get("modes", {}))
         config["buckets"] = stored.get("buckets")
+
+        # A finished run trains no more, unless more steps are asked for.
         self.finished = (self._options.total_steps or 0) <= stored.get("finished", -1)
         if self.finished:
-            self._tell(
+            self._say(
                 f"the run is finished, after step {self.resumed_after}: nothing is left to train."
                 " To go on, ask for more steps than then; to train anew, take another snapshot"
                 " directory"
@@ -112,30 +126,33 @@ class Keeping:
         if isinstance(self._input, Indexed) and self._process.world.size > 1:
             blob = json.dumps(self._input.compared).encode()
             gathered = self._process.world.gather_bytes("the comparison of samples", blob)
-            self._tell(self._input.compare_samples([json.loads(one) for one in gathered]))
+            self._say(self._input.compare_samples([json.loads(one) for one in gathered]))
+
+    # --- After a step -----------------------------------------------------------------------
 
     def step_ended(self, done: int, *, last: bool, finished: bool) -> None:
         """Compare the ranks and make a snapshot, where it is time. Raises DivergedError."""
-        due = self._snapshots.due(done, last=last)
+        due = self._manager.due(done, last=last)
         # One that will be skipped need not be compared.
-        compare = self._divergence.due(done, needed=last or (due and self._snapshots.has_room))
+        compare = self._divergence.due(done, needed=last or (due and self._manager.has_room))
         if due:
             self._process.replay.snapshot_due(self._trained.module)
         first = done == self.resumed_after + 1
         if first:  # by now it is known in which buckets gradients travel
-            self._tell(run_config.take_layout(self._config, self._averaging.layout()))
+            self._say(run_config.note_layout(self._config, self._averaging.layout()))
         # Before a snapshot can hold this step: a resume after it does not report the step again.
-        self._exchange.learn(all_steps=last or due or compare or first)
+        self._exchange.report(all_steps=last or due or compare or first)
+        # No snapshot of ranks that differ: a resume from it would hide the fault.
         if compare:
             self._compare(done)
             if due:
                 trained = self._trained
-                self._tell(self._divergence.check_states(trained.optimizers(), trained.compared()))
+                self._say(self._divergence.check_states(trained.optimizers(), trained.compared()))
         if due:
             self._process.replay.conclude()  # what differs marks this snapshot
             self._save(done, last=last, finished=finished)
-        else:
-            self._snapshots.prepare(self._trained.state)
+        else:  # memory for the first snapshot, while there is time
+            self._manager.prepare(self._trained.state)
 
     def left_early(self, done: int) -> None:
         """Keep for good that all ranks left the loop after this many steps.
@@ -143,18 +160,18 @@ class Keeping:
         The script may have changed the weights since, each rank in its own way.
         """
         self._process.progress.plan(done)
-        self._exchange.learn(all_steps=True)
-        if not self._snapshots.are_made or not done:
+        self._exchange.report(all_steps=True)
+        if not self._manager.are_made or not done:
             return
-        self._snapshots.settle()
-        if self._snapshots.made >= done:  # as of then: only the word is missing
-            self._snapshots.mark({"finished": self._options.total_steps})
+        self._manager.wait_durable()
+        if self._manager.made >= done:  # as of then: only the word is missing
+            self._manager.mark({"finished": self._options.total_steps})
             return
         try:
             if self._divergence.due(done, needed=True):
                 self._compare(done)
         except DivergedError as error:
-            self._tell(f"warning: the loop was left early, and this is no end to resume: {error}")
+            self._say(f"warning: the loop was left early, and this is no end to resume: {error}")
             return
         self._save(done, last=True, finished=True)
 
@@ -168,13 +185,13 @@ class Keeping:
             "finished": self._options.total_steps if finished else 0,
             "unproven": self._process.replay.mark(),
         }
-        self._snapshots.save(done, self._trained.state, self._config, last=last)
+        self._manager.save(done, self._trained.state, self._config, last=last)
 
     def facts(self) -> dict[str, Any]:
         """Return the configuration of a snapshot of a step in the midst of the run."""
         return {**self._config, "finished": 0, "unproven": self._process.replay.mark()}
 
-    def _tell(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         if text and self._process.world.rank == 0:
             say(0, text)
 

@@ -1,8 +1,8 @@
-"""Find the rank that holds up the others, from the time that each has worked.
+"""Add up the seconds of a rank's steps, and find the rank that holds up the others.
 
-StepExchange sends report() with each step's numbers, and on rank 0 hands the sums to learn(): it
-knows what all have worked, without a message more. Who waits for others works less than a step
-takes; so the one that does not wait is the slow one.
+Progress and the adapters' Record call StepAccount as activities and steps end; its sums go into the
+rank's record, and from there into the launcher's Account. StepExchange exchanges what Stragglers
+reports. Never imports torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,56 @@ from statistics import median
 from typing import Final
 
 from ddpjob_contract import Straggler
+from ddpjob_trainer.liveness.heartbeat import ACTIVITIES, Activity, StepSeconds
+
+# --- Seconds by what they went to -----------------------------------------------------------------
+
+#: A backward waits for the other ranks' gradients, an agreement for their numbers.
+_WORK: Final[tuple[Activity, ...]] = ("data", "forward", "update", "body", "evaluation")
+
+
+class StepAccount:
+    """``reached``: the last step that was finished before this process: up to it all is repeated.
+
+    A step's seconds run from the end of the one before; the first belongs to the start.
+    """
+
+    def __init__(self, reached: int = 0) -> None:
+        self._reached = reached
+        self._of_step = dict.fromkeys(ACTIVITIES, 0.0)
+        self._of_device: dict[Activity, float] = {}
+        self.sums = StepSeconds()
+        self.newest = (0.0, 0.0)  # of the last ended step: without waiting for others, for data
+
+    def passed(self, activity: Activity, seconds: float) -> None:
+        """Add seconds of the step under way."""
+        self._of_step[activity] += seconds
+
+    def measured(self, activity: Activity, total: float) -> None:
+        """Replace the host's seconds by a device's, of which the sum so far is known."""
+        self._of_step[activity] = total - self._of_device.get(activity, 0.0)
+        self._of_device[activity] = total
+
+    def stepped(self, step: int, seconds: float, now: float) -> StepSeconds:
+        """Return the sums with a step that has ended. ``now``: monotonic."""
+        spent, sums = self._of_step, self.sums
+        self._of_step = dict.fromkeys(ACTIVITIES, 0.0)
+        self.newest = (sum(spent[one] for one in _WORK), spent["data"])
+        if not sums.last:
+            self.sums = sums._replace(last=now)
+            return self.sums
+        new = step > self._reached
+        self.sums = StepSeconds(
+            sums.trained + seconds,
+            sums.repeated + (not new) * seconds,
+            sums.data + new * spent["data"],
+            sums.snapshot + new * spent["snapshot"],
+            now,
+        )
+        return self.sums
+
+
+# --- Stragglers -----------------------------------------------------------------------------------
 
 #: More ranks than this report nothing: what they exchange grows with their number.
 MOST_RANKS: Final = 256
@@ -47,7 +97,7 @@ class Stragglers:
             numbers[2 * self._rank : 2 * self._rank + 2] = self._spent()
         return numbers
 
-    def learn(self, sums: Sequence[float]) -> Straggler | None:
+    def receive(self, sums: Sequence[float]) -> Straggler | None:
         """Add up a step; return the slow rank, {} for none, when that changes."""
         self._sums = [a + b for a, b in zip(self._sums, sums, strict=True)]
         took = self._clock() - self._began

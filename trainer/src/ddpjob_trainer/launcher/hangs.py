@@ -8,20 +8,131 @@ which others wait in ddp.start(), as the source shows, is watched from its impor
 
 from __future__ import annotations
 
+import shutil
+import socket
+import subprocess
+import threading
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Final
 
-from ddpjob_contract import STATE_MAX_STACKS_BYTES
-from ddpjob_trainer.launcher.log import Log
+from ddpjob_contract import STATE_MAX_STACKS_BYTES, UNRESOLVED
+from ddpjob_trainer.launcher.output import Log
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.launcher.watch import native
-from ddpjob_trainer.launcher.watch.names import Names
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign, find
 from ddpjob_trainer.liveness.heartbeat import RankState, read_state
+
+# --- Rank 0's name: while it does not resolve, workers hang in silence ----------------------------
+# HangResponse begins it with each round and reads ``trouble``; worker_group.py reads ``lasting``. A
+# thread asks the resolver, which may block for long. Pods' names may take half a minute at a
+# job's first start.
+
+_PAUSE_SECONDS: Final = 2.0
+_QUIET_TRIES: Final = 10
+
+
+class Names:
+    """The checks of all rounds. ``trouble``: why the name does not resolve, "" if it does.
+
+    ``lasting``: the same once the name has been asked for long enough: one that is new takes time.
+    ``address``: None where there is no other pod. ``say`` reports trouble once a round.
+    """
+
+    def __init__(self, address: str | None, say: Callable[[str], None]) -> None:
+        self.trouble = self.lasting = ""
+        self._address, self._say = address, say
+        self._rounds = 0
+
+    def begin(self) -> None:
+        """Start over with a round."""
+        self.trouble = self.lasting = ""
+        self._rounds += 1
+        if self._address is not None:
+            task = (self._address, self._rounds)
+            threading.Thread(target=self._ask, args=task, name="names", daemon=True).start()
+
+    def _ask(self, address: str, of_round: int) -> None:
+        for tries in count(1):
+            trouble = ""
+            try:
+                socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            except OSError as error:
+                trouble = f"{address} {UNRESOLVED} ({error.strerror}): is the job's Service there?"
+            if of_round != self._rounds:  # the next one asks for itself
+                return
+            self.trouble = trouble
+            self.lasting = trouble if tries >= _QUIET_TRIES else ""
+            if not trouble:
+                return
+            if tries == _QUIET_TRIES:
+                self._say(f"workers cannot find one another: {trouble}")
+            time.sleep(_PAUSE_SECONDS)
+
+
+# --- Stacks in C, CUDA or NCCL: by py-spy or pystack, where one is installed ----------------------
+# StackRequest starts a look when a worker hangs, and takes the text before it kills the worker. The
+# program runs in a thread, for some seconds at most.
+
+#: Each stops the process, reads its stacks and lets it go on.
+_PROGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
+    "py-spy": ("dump", "--native", "--pid"),
+    "pystack": ("remote", "--native"),
+}
+SECONDS: Final = 5.0  # for all processes
+_MOST: Final = 32 * 1024  # characters of each
+
+
+class Look:
+    """One look at some processes. ``pids``: rank -> pid, in the order of interest."""
+
+    def __init__(self, pids: Mapping[int, int]) -> None:
+        names = (name for name in _PROGRAMS if shutil.which(name))
+        self._name = next(names, "")
+        self._pids = pids
+        self._texts: list[str] = []
+        self._until = time.monotonic() + SECONDS
+        self._thread = threading.Thread(target=self._run, name="native stacks", daemon=True)
+        if self._name:
+            self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Return whether more text may come in time."""
+        return self._thread.is_alive() and time.monotonic() < self._until
+
+    def text(self) -> str:
+        """Return what has come."""
+        return "".join(list(self._texts))
+
+    def _run(self) -> None:
+        for rank, pid in self._pids.items():
+            left = self._until - time.monotonic()
+            if left > 0:
+                words = [self._name, *_PROGRAMS[self._name], str(pid)]
+                said = _said(words, left)[:_MOST].rstrip()
+                self._texts.append(f"--- rank {rank}, by {self._name}\n{said}\n")
+
+
+def _said(words: list[str], seconds: float) -> str:
+    """Run a program; return its output, or why there is none."""
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=seconds, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no answer within {seconds:.0f} s"
+    except OSError as error:
+        return f"it does not start: {error.strerror}"
+    return done.stdout.decode(errors="replace")
+
+
+# --- Hangs ----------------------------------------------------------------------------------------
 
 _LONGEST_POLL_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
@@ -77,7 +188,7 @@ class StackRequest:
         others = sorted(pids.keys() - {hang.rank})
         self._trains: dict[int, int] = {}  # rank -> pid of those that were asked
         self._asked = [rank for rank in (hang.rank, *others) if self._ask(rank, pids)]
-        self._look = native.Look(self._trains)
+        self._look = Look(self._trains)
 
     @property
     def busy(self) -> bool:

@@ -1,19 +1,26 @@
 """Read step, loss and further numbers from the lines that a program prints, for show only.
 
-The supervisor feeds lines of rank 0 here; /state and /metrics show what was read where the library
-reports no steps. Any program may print anything, so these numbers decide nothing. A table knows
-the usual forms of loops and progress bars; spec.output adds expressions of the user. Pure.
+The supervisor's loop calls Reading.look(), which feeds the newest lines of rank 0 to a Reader and
+says once what it recognized; /state and /metrics show what was read where the library reports no
+steps. Any program may print anything, so these numbers decide nothing. A table knows the usual
+forms of loops and progress bars; spec.output adds expressions of the user.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import signal
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ddpjob_contract.output import patterns
+from ddpjob_trainer.launcher.output import OutputPump
+from ddpjob_trainer.liveness.heartbeat import RankState
+
+# --- Numbers in lines -----------------------------------------------------------------------------
 
 #: Characters of a line that are read: the usual forms begin with their numbers.
 MOST: Final = 500
@@ -218,3 +225,146 @@ def _number(text: str) -> float | None:
         return float(text[:_LONGEST].replace(",", ""))
     except ValueError:
         return None
+
+
+# --- Steps per second -----------------------------------------------------------------------------
+
+_WINDOW_SECONDS: Final = 60.0
+
+
+class Pace:
+    """A round's steps per second in the last minute, or of the last two slower changes."""
+
+    def __init__(self) -> None:
+        self._marks: tuple[tuple[float, int], ...] = ()  # when a step was first seen, oldest first
+
+    def poll(self, state: RankState | None, now: float) -> None:
+        """Take in a worker's record."""
+        if state is None or state.phase == "startup":
+            return
+        self.count(state.step, now)
+
+    def count(self, step: int, now: float) -> None:
+        """Take in a count of steps; one that falls begins again."""
+        marks = self._marks
+        if marks and step < marks[-1][1]:
+            marks = ()
+        if not marks or marks[-1][1] != step:
+            marks = (*marks, (now, step))
+        while len(marks) > 2 and marks[1][0] <= now - _WINDOW_SECONDS:
+            marks = marks[1:]
+        self._marks = marks
+
+    def per_second(self, now: float) -> float | None:
+        """Return the rate, None before two changes."""
+        marks = self._marks
+        if len(marks) < 2:
+            return None
+        rate = (marks[-1][1] - marks[0][1]) / (now - marks[0][0])
+        return float(f"{rate:.4g}")
+
+
+# --- The newest lines of rank 0 -------------------------------------------------------------------
+
+_EVERY_SECONDS: Final = 0.25
+#: Of processor time, so a busy machine cuts nothing off. The hub hears nothing meanwhile.
+_MOST_SECONDS: Final = 0.1
+
+
+class _TooSlowError(Exception):
+    """An expression has used up its time."""
+
+
+class Reading:
+    """Numbers of the present round, for show only. ``output``: spec.output."""
+
+    def __init__(
+        self, output: Mapping[str, Any], say: Callable[[str], None], *, forms: bool = True
+    ) -> None:
+        """Take ``forms`` False for a program that uses the library, which reports its steps."""
+        self._say = say
+        self._slow: set[str] = set()
+        self._searching = False
+        self._said = self._due = 0.0
+        self.pace = Pace()
+        given = output if forms or output.get("forms") else {**output, "forms": "Never"}
+        self._reader = Reader(given, self._search)
+        self.off = given.keys() <= {"forms"} and given.get("forms") == "Never"
+        if not self.off:
+            signal.signal(signal.SIGVTALRM, self._ring)
+
+    @property
+    def numbers(self) -> Numbers:
+        """Return what was read last; from another thread, too."""
+        return self._reader.numbers
+
+    def begin(self) -> None:
+        """Start over with a round."""
+        self._reader.begin()
+        self.pace = Pace()
+
+    def look(self, pump: OutputPump, now: float, *, last: bool = False) -> bool:
+        """Read the lines that are new; return whether it did. ``last``: at once."""
+        if self.off or (now < self._due and not last):
+            return False
+        self._due = now + _EVERY_SECONDS
+        for line in pump.fresh():
+            self._reader.read(line, now)
+        if self.numbers.step is not None:
+            self.pace.count(self.numbers.step, now)
+        if self._reader.recognized and not self._said:
+            self._said = now
+            found = "; ".join(
+                f"{of} in {text.strip()[:60]!r}" for of, text in self._reader.recognized.items()
+            )
+            self._say(
+                f"read from the output, only to be shown: {found}; to read otherwise set"
+                " spec.output (run --read 'step=REGEX'), to read nothing its forms: Never"
+                " (run --read never)"
+            )
+        return True
+
+    def facts(self) -> dict[str, float] | None:
+        """Return State.printed, None while nothing was read."""
+        found, now = self.numbers, time.monotonic()
+        values = {
+            "step": found.step,
+            "totalSteps": found.total_steps,
+            "loss": found.loss,
+            "stepsPerSecond": self.pace.per_second(now),
+        }
+        return {name: value for name, value in values.items() if value is not None} or None
+
+    def metrics(self) -> dict[str, float]:
+        """Return values by the names of the library's metrics."""
+        found = self.numbers
+        since = time.time() - time.monotonic()
+        values = {"step": found.step, "loss": found.loss}
+        if found.at:
+            values["heartbeat_timestamp_seconds"] = found.at + since
+        return {name: float(value) for name, value in values.items() if value is not None}
+
+    def _ring(self, signum: int, frame: object) -> None:
+        if self._searching:
+            self._searching = False
+            raise _TooSlowError
+
+    def _search(self, pattern: re.Pattern[str], line: str) -> re.Match[str] | None:
+        if pattern.pattern in self._slow:
+            return None
+        try:
+            self._searching = True
+            signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_SECONDS)
+            found = pattern.search(line)
+            self._searching = False
+        except _TooSlowError:
+            self._slow.add(pattern.pattern)
+            self._say(
+                f"warning: the expression {pattern.pattern!r} of spec.output took more than"
+                f" {_MOST_SECONDS:g} s for one line and is left out from now on: avoid repeats of"
+                " repeats, such as (a+)+"
+            )
+            return None
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        return found
