@@ -681,6 +681,7 @@ class World:
 #: What a story may be asked for by name, besides attributes and fields of the status.
 FACTS: dict[str, Callable[[World], Any]] = {
     "intent": intent,
+    "why": lambda world: world.loss["reason"],
     "made": lambda world: len(world.pods),
     "total": lambda world: world.counts[0],
     "replacing": lambda world: "replacingSince" in world.status["timings"],

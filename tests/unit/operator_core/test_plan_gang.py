@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
 
 import pytest
 
@@ -20,34 +19,75 @@ OTHERS_TOO = (
 )
 HOUR = 3600.0
 TEMPLATE = {"spec": {"containers": [{"name": "trainer", "image": "trainer"}]}}
+NAMES = ["job-uid-of-j-1", "job-uid-of-j-2"]  # of the groups of attempts 1 and 2
+NATIVE = {"gang": "Native"}
 
 
-def native(*, api: str = "v1beta1", **spec: Any) -> World:
+def native(*, api="v1beta1", **spec):
     return World(job_object(**spec), gang_api=api)
 
 
-def waiting(*, misfit: int = 1, **spec: Any) -> World:
-    """All pods are there and one of them fits nowhere, so that none has a node."""
-    world = native(**spec).settle()
-    for replica in range(3):
-        message = MISFIT if replica == misfit else OTHERS
-        conditions = [{"type": "PodScheduled", "status": "False", "message": message}]
-        world.pods[f"job-{replica}"]["status"] = {"phase": "Pending", "conditions": conditions}
-    return world.wait(6)
+def running(**spec):
+    """A gang that holds."""
+    return native(**spec).settle().run().poll(holds=True).wait(2)
 
 
-def place(world: World, *replicas: int) -> World:
-    for replica in replicas:
-        pod = world.pods[f"job-{replica}"]
-        pod["spec"]["nodeName"] = "node1"
-        pod["status"] = {"phase": "Pending"}
+def conditioned(world, replica, **condition):
+    world.pods[f"job-{replica}"]["status"]["conditions"] = [condition]
+
+
+def unfit(world, message, *replicas):
+    """The scheduler says so of these pods."""
+    for replica in replicas or range(3):
+        world.pods[f"job-{replica}"]["status"] = {"phase": "Pending"}
+        conditioned(world, replica, type="PodScheduled", status="False", message=message)
     return world.settle()
 
 
-def groups_of(world: World) -> set[str]:
-    """The groups that pods name; "" for pods without one."""
-    named = (pod["spec"].get("schedulingGroup") or {} for pod in world.pods.values())
-    return {group.get("podGroupName", "") for group in named}
+def waiting(**spec):
+    """All pods are there and one of them fits nowhere, so that none has a node."""
+    return unfit(unfit(native(**spec).settle(), OTHERS), MISFIT, 1).wait(6)
+
+
+def place(world, *replicas):
+    for replica in replicas:
+        world.pods[f"job-{replica}"]["spec"]["nodeName"] = "node1"
+        world.pods[f"job-{replica}"]["status"] = {"phase": "Pending"}
+    return world.settle()
+
+
+def taken(world, *replicas):
+    """The scheduler has preempted these pods."""
+    for replica in replicas:
+        told = {"type": "DisruptionTarget", "reason": "PreemptionByScheduler"}
+        conditioned(world, replica, status="True", **told)
+    return world
+
+
+def api(world, version):
+    """What serves PodGroups from now on."""
+    world.gang_api = version
+    return world.settle()
+
+
+def gone(world):
+    """A stranger removes the groups."""
+    for name in world.groups:
+        del world.cluster.objects["podgroups", "ns", name]
+    return grouped(world)
+
+
+def named(world, *names):
+    """Check which groups the pods name; "" for pods without one."""
+    found = (pod["spec"].get("schedulingGroup") or {} for pod in world.pods.values())
+    assert {group.get("podGroupName", "") for group in found} == set(names)
+    return world
+
+
+def grouped(world, *names):
+    """Check which groups there are."""
+    assert set(world.groups) == set(names)
+    return world
 
 
 @pytest.mark.parametrize(
@@ -55,12 +95,9 @@ def groups_of(world: World) -> set[str]:
 )
 def test_the_group_comes_before_the_first_pod_and_all_pods_name_it(api, whole):
     scheduling = {"topologyKey": "rack", "priorityClassName": "high"}
-    world = native(api=api, scheduling=scheduling).settle()
-    name = world.status["podGroup"]
-    assert name == "job-uid-of-j-1"
-    assert groups_of(world) == {name}
-    assert world.log.index(f"create group {name}") < world.log.index("create job-0 1")
-    body = world.groups[name]
+    world = named(native(api=api, scheduling=scheduling).settle(), NAMES[0]).sees(podGroup=NAMES[0])
+    assert world.log.index(f"create group {NAMES[0]}") < world.log.index("create job-0 1")
+    body = world.groups[NAMES[0]]
     assert body["apiVersion"] == f"scheduling.k8s.io/{api}"
     assert body["spec"] == {
         "schedulingPolicy": {"gang": {"minCount": 3}},
@@ -71,112 +108,50 @@ def test_the_group_comes_before_the_first_pod_and_all_pods_name_it(api, whole):
     assert {pod["spec"]["priorityClassName"] for pod in world.pods.values()} == {"high"}
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {"scheduling": {"gang": "None"}},
-        {"replicas": 1},
-        {"template": {"spec": {**TEMPLATE["spec"], "schedulerName": "volcano"}}},
-        {"template": {"spec": {**TEMPLATE["spec"], "nodeName": "node1"}}},
-    ],
-    ids=["none", "one pod", "another scheduler", "a node by name"],
-)
+WITHOUT = {
+    "none": {"scheduling": {"gang": "None"}},
+    "one pod": {"replicas": 1},
+    "another scheduler": {"template": {"spec": {**TEMPLATE["spec"], "schedulerName": "volcano"}}},
+    "a node by name": {"template": {"spec": {**TEMPLATE["spec"], "nodeName": "node1"}}},
+}
+
+
+@pytest.mark.parametrize("spec", WITHOUT.values(), ids=WITHOUT)
 def test_auto_leaves_the_group_out_where_it_does_nothing(spec):
-    world = native(**spec).settle()
-    assert groups_of(world) == {""}
-    assert (world.groups, world.status.get("podGroup")) == ({}, None)
+    grouped(named(native(**spec).settle(), "")).sees(podGroup=None)
 
 
-def test_gang_auto_uses_a_pod_group_from_the_first_attempt_with_the_api():
-    world = native(api="").settle().run()
-    assert groups_of(world) == {""}
-    world.gang_api = "v1beta1"
-    world.settle().end(1, 1)
-    assert world.status["attempt"] == 2
-    assert groups_of(world) == {"job-uid-of-j-2"}
-
-
-@pytest.mark.parametrize("scheduling", [{"gang": "Native"}, {"topologyKey": "rack"}], ids=str)
+@pytest.mark.parametrize("scheduling", [NATIVE, {"topologyKey": "rack"}], ids=str)
 def test_gang_native_waits_for_the_api_without_a_charge(scheduling):
-    world = native(api="", scheduling=scheduling).settle()
-    world.wait(HOUR)
-    assert (world.phase, world.stalled, world.pods) == ("Pending", "GangUnavailable", {})
-    assert "apply it again with gang None" in world.condition("Stalled")["message"]
-    assert world.counts == (0, 0, 0)
-    world.gang_api = "v1alpha2"
-    world.settle().run()
-    assert (world.phase, world.stalled) == ("Running", "")
+    world = native(api="", scheduling=scheduling).settle().wait(HOUR)
+    told = {"phase": "Pending", "stalled": "GangUnavailable", "made": 0, "counts": (0, 0, 0)}
+    world.sees("apply it again with gang None", **told)
+    api(world, "v1alpha2").run().sees(phase="Running", stalled="")
 
 
 def test_a_waiting_group_is_never_given_back_and_says_who_does_not_fit():
-    world = waiting()
-    assert (world.phase, world.stalled) == ("Starting", "Unschedulable")
-    assert MISFIT in world.condition("Stalled")["message"]
-    assert "job-1" in world.condition("Stalled")["message"]
+    world = waiting().sees(MISFIT, "job-1", phase="Starting", stalled="Unschedulable")
     for _ in range(24):
         world.wait(HOUR)
-    assert (world.phase, world.status["attempt"], world.counts) == ("Starting", 1, (0, 0, 0))
-    assert len(world.told("Unschedulable")) == 1
+    world.sees(phase="Starting", attempt=1, counts=(0, 0, 0)).tells("Unschedulable", MISFIT)
 
 
-def test_the_startup_deadline_counts_from_the_placement():
-    world = waiting(startupDeadlineSeconds=100).wait(HOUR)
-    place(world, 0, 1, 2)
-    world.wait(99)
-    assert world.phase == "Starting"
-    world.wait(2)
-    assert world.loss["reason"] == "StartupDeadlineExceeded"
-    assert world.counts[1] == 1
+def suspended(world):
+    return world.patch(suspend=True)
 
 
-def test_pods_placed_one_by_one_are_released_as_without_a_group():
-    world = waiting(startupDeadlineSeconds=100).wait(HOUR)
-    place(world, 0)
-    world.wait(99)
-    assert world.phase == "Starting"
-    world.wait(2)
-    assert (world.phase, world.stalled, world.counts) == ("Pending", "Unschedulable", (0, 0, 0))
+def succeeded(world):
+    return world.all_end(0).settle()
 
 
-def test_a_restart_takes_a_new_group_and_removes_the_old_one():
-    world = native().settle().run().end(1, 1)
-    assert (world.status["attempt"], set(world.groups)) == (2, {"job-uid-of-j-2"})
-    assert groups_of(world) == {"job-uid-of-j-2"}
-    assert world.log.index("remove groups") < world.log.index("create group job-uid-of-j-2")
-
-
-def test_a_replaced_pod_joins_the_group_of_the_others():
-    world = native().settle().run().poll(holds=True).wait(2)
-    world.vanish(1)
-    assert world.status["attempt"] == 2
-    assert world.status["membersSince"] == 1
-    assert groups_of(world) == {"job-uid-of-j-1"}
-    assert set(world.groups) == {"job-uid-of-j-1"}
-    world.run()
-    assert (world.phase, world.status["podGroup"]) == ("Running", "job-uid-of-j-1")
-
-
-def test_pods_that_stand_by_belong_to_no_group():
-    world = native(standby=1, scheduling={"priorityClassName": "high"}).settle().run()
-    world.poll(holds=True).wait(2)
-    assert "schedulingGroup" not in world.pods["job-3"]["spec"]
-    assert world.groups["job-uid-of-j-1"]["spec"]["schedulingPolicy"]["gang"]["minCount"] == 3
-
-
-@pytest.mark.parametrize("end", ["suspended", "succeeded", "failed"])
+@pytest.mark.parametrize("end", [suspended, succeeded, lambda world: world.end(1, 1)])
 def test_the_group_goes_with_its_attempt(end):
-    world = native(restart={"maxRestarts": 0}).settle().run()
-    if end == "suspended":
-        world.patch(suspend=True)
-    else:
-        world.end(0, 0).end(1, 0).end(2, 0) if end == "succeeded" else world.end(1, 1)
-    assert (world.groups, world.status.get("podGroup")) == ({}, None)
-    removed = world.log.count("remove groups")
+    world = grouped(end(native(restart={"maxRestarts": 0}).settle().run())).sees(podGroup=None)
+    assert world.log.count("remove groups") == 1
     world.restart_operator().wait(HOUR)
-    assert world.log.count("remove groups") == removed == 1, "the status tells that it is done"
-    if end == "suspended":
-        world.patch(suspend=False)
-        assert groups_of(world) == {"job-uid-of-j-2"}
+    assert world.log.count("remove groups") == 1, "the status tells that it is done"
+    if end is suspended:
+        named(world.patch(suspend=False), NAMES[1])
 
 
 def test_the_group_goes_before_a_job_whose_time_to_live_is_over():
@@ -187,87 +162,135 @@ def test_the_group_goes_before_a_job_whose_time_to_live_is_over():
     assert world.log.index("remove groups") < world.log.index("delete job")
 
 
-@pytest.mark.parametrize("first", ["ended", "gone"])
-def test_a_preempted_group_leaves_the_room_to_those_it_was_taken_for(first):
-    """The first pod may be gone before anybody has seen its condition."""
-    world = native().settle().run().poll(holds=True).wait(2)
-    for pod in world.pods.values():
-        taken = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
-        pod["status"] = {**pod["status"], "conditions": [taken]}
-    world.end(0, 143) if first == "ended" else world.vanish(0)
-    assert (world.status["attempt"], world.status["membersSince"]) == (2, 2)
-    assert world.pause() == 15.0
-    assert world.counts == (1, 0, 1)
-    assert world.pods == {}
-    world.wait(16)
-    assert groups_of(world) == {"job-uid-of-j-2"}
+def test_a_restart_takes_a_new_group_and_removes_the_old_one():
+    world = native().settle().run().end(1, 1).sees(attempt=2)
+    log = named(grouped(world, NAMES[1]), NAMES[1]).log
+    assert log.index("remove groups") < log.index(f"create group {NAMES[1]}")
 
 
-@pytest.mark.parametrize("taken", ["whole", "one"])
-def test_preempted_pods_without_a_group_leave_the_room_for_as_long(taken):
-    """A preempting pod is not bound yet, and of a preempting gang only some are."""
-    world = World(job_object(scheduling={"gang": "None"})).settle().run()
-    world.poll(holds=taken == "one").wait(2)
-    told = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
-    world.pods["job-1"]["status"] = {**world.pods["job-1"]["status"], "conditions": [told]}
-    world.vanish(0)
-    assert world.pause() == 15.0
-    since = {"whole": 2, "one": 1}[taken]
-    assert (world.status["attempt"], world.status["membersSince"]) == (2, since)
+STORIES = {
+    "auto uses a group from the first attempt with the api": lambda: (
+        named(api(named(native(api="").settle().run(), ""), "v1beta1").end(1, 1).sees(attempt=2),
+              NAMES[1])),
+    "a replaced pod joins the group of the others": lambda: (
+        grouped(named(running().vanish(1).sees(intent=(2, 1, "1:2")), NAMES[0]), NAMES[0])
+        .run().sees(phase="Running", podGroup=NAMES[0])),
+    "the deadline of the start counts from the placement": lambda: (
+        place(waiting(startupDeadlineSeconds=100).wait(HOUR), 0, 1, 2).wait(99)
+        .sees(phase="Starting").wait(2).sees(why="StartupDeadlineExceeded", counts=(1, 1, 0))),
+    "and from that of the last one": lambda: (
+        place(place(waiting(startupDeadlineSeconds=100).wait(HOUR), 0).wait(99), 1, 2)
+        .do(bound_now).wait(99).sees(phase="Starting", counts=(0, 0, 0))
+        .wait(2).sees(counts=(1, 1, 0))),
+    "pods placed one by one are released as without a group": lambda: (
+        place(waiting(startupDeadlineSeconds=100).wait(HOUR), 0).wait(99).sees(phase="Starting")
+        .wait(2).sees(phase="Pending", stalled="Unschedulable", counts=(0, 0, 0))),
+    "a preempted group leaves the room to those it was taken for": lambda: (
+        named(taken(running(), 0, 1, 2).end(0, 143)
+              .sees(intent=(2, 2, ""), pause=15.0, counts=(1, 0, 1), made=0).wait(16), NAMES[1])),
+    # Before anybody has seen its condition.
+    "and so it does where its first pod is gone": lambda: (
+        named(taken(running(), 0, 1, 2).vanish(0)
+              .sees(intent=(2, 2, ""), pause=15.0, counts=(1, 0, 1), made=0).wait(16), NAMES[1])),
+    # A preempting pod is not bound yet, and of a preempting gang only some are.
+    "preempted pods without a group leave it for as long": lambda: (
+        taken(World(job_object(scheduling={"gang": "None"})).settle().run(), 1).vanish(0)
+        .sees(pause=15.0, attempt=2, membersSince=2)),
+    "and one of a gang that holds": lambda: (
+        taken(running(scheduling={"gang": "None"}), 1).vanish(0)
+        .sees(pause=15.0, attempt=2, membersSince=1)),
+    "native retries a refused group with a reason": lambda: (
+        refusing("podgroups is forbidden", scheduling=NATIVE)
+        .sees("podgroups is forbidden", phase="Pending", stalled="GangUnavailable", made=0)
+        .do(lambda w: setattr(w, "no_gang", "")).wait(HOUR).run()
+        .sees(phase="Running", counts=(0, 0, 0))),
+    "without room elsewhere it uses avoided nodes again": lambda: (
+        unfit(native(startupDeadlineSeconds=100).settle().run().end(0, 74)
+              .sees(avoidedNodes=["node1"]), MISFIT).wait(101)
+        .sees(phase="Pending", avoidedNodes=None)),
+    "and says who does not fit": lambda: (
+        unfit(unfit(native(startupDeadlineSeconds=100).settle().run().end(0, 74), OTHERS, 0),
+              MISFIT, 1).wait(101).sees(MISFIT)),
+    "a group that a stranger removed while it waited is made again": lambda: (
+        grouped(gone(waiting()).wait(61).wait(61), NAMES[0])),
+    "by another process, too": lambda: (
+        grouped(gone(waiting()).restart_operator().wait(61), NAMES[0])),
+    "it is not lost with the operator that made it": lambda: (
+        place(waiting().restart_operator().wait(HOUR).sees(phase="Starting", attempt=1), 0, 1, 2)
+        .run().sees(phase="Running")),
+    # By a rule that they keep new pods are kept off it for its first minute.
+    "a silent node that came back is no reason to wait for ever": lambda: (
+        unfit(came_back(), MISFIT).wait(HOUR).wait(HOUR).sees(counts=(1, 0, 1))
+        .do(lambda w: check(not any(pod["spec"].get("affinity") for pod in w.pods.values())))),
+    "a refusal while it waited is forgotten once it has nodes": lambda: (
+        place(waiting().do(lambda w: setattr(w, "refuse_network", lambda _: refusal(500, "etcd")))
+              .wait(61), 0, 1, 2).run().wait(61).sees(phase="Running", stalled="")),
+    "in 1.37 too it says who does not fit": lambda: (
+        unfit(unfit(native().settle(), OTHERS_TOO, 0, 2), MISFIT, 1).wait(6).sees(MISFIT)),
+}  # fmt: skip
+
+
+def check(fact):
+    assert fact
+
+
+def bound_now(world):
+    """As the API server says of pods 1 and 2."""
+    at = world.now.isoformat()
+    for replica in (1, 2):
+        conditioned(world, replica, type="PodScheduled", status="True", lastTransitionTime=at)
+
+
+def refusing(why, **spec):
+    """No group can be had."""
+    world = native(**spec)
+    world.no_gang = why
+    return world.settle()
+
+
+def came_back():
+    """Fence has given node2 up, whose Lease is new again."""
+    machines, snapshot = Machines(), {"path": "/snapshots", "volume": {"emptyDir": {}}}
+    fence = {"policy": "Fence", "afterSeconds": 30}
+    job = job_object(nodeLost=fence, snapshot=snapshot, restart={"replaceSeconds": 0})
+    world = World(job, gang_api="v1beta1", machines=machines).settle().run()
+    world.poll(holds=True).wait(2)
+    machines.leases["node2"] = Lease(15.0, 10.0)
+    uids = frozenset([world.pods["job-1"]["metadata"]["uid"]])
+    world.feedback = replace(world.feedback, away=uids, away_at=world.now)
+    assert world.settle().loss["reason"] == "NodeSilent"
+    machines.leases.clear()
+    return world
+
+
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+def test_a_gang_and_its_group(story):
+    story()
+
+
+def test_pods_that_stand_by_belong_to_no_group():
+    world = running(standby=1, scheduling={"priorityClassName": "high"})
+    assert "schedulingGroup" not in world.pods["job-3"]["spec"]
+    assert world.groups[NAMES[0]]["spec"]["schedulingPolicy"]["gang"]["minCount"] == 3
+    world.run(3).wait(2).end(3, 143, settle=False)  # preempted, it is replaced alone
+    named(taken(world, 3).settle().sees(attempt=2, membersSince=1), "", NAMES[0])
 
 
 @pytest.mark.parametrize("when", ["group", "pod"])
 def test_auto_goes_on_without_a_group_that_cannot_be_had_whole(when):
-    world, why = native(), "the API server drops spec.disruptionMode"
+    why = "the API server drops spec.disruptionMode"
+
+    def dropped(_):
+        """As the executor learns it from the answer to the first pod's creation."""
+        world.feedback = replace(world.feedback, no_gang=(world.status["attempt"], why))
+
+    world = native()
     if when == "group":
         world.no_gang = why
-        world.settle()
     else:
-        world.refuse = lambda action: _dropped(world, why)
-        world.settle()
-    assert groups_of(world) <= {"", "job-uid-of-j-1"}
-    assert (world.groups, world.status.get("podGroup")) == ({}, None)
-    assert [why in message for message in world.told("GangUnavailable")] == [True]
-    world.run()
-    assert (world.phase, world.counts) == ("Running", (0, 0, 0))
-
-
-def _dropped(world: World, why: str) -> None:
-    """As the executor learns it from the answer to the first pod's creation."""
-    world.feedback = replace(world.feedback, no_gang=(world.status["attempt"], why))
-
-
-def test_gang_native_retries_a_refused_group_with_a_reason():
-    world = native(scheduling={"gang": "Native"})
-    world.no_gang = "podgroups is forbidden"
-    world.settle()
-    assert (world.phase, world.stalled, world.pods) == ("Pending", "GangUnavailable", {})
-    assert "podgroups is forbidden" in world.condition("Stalled")["message"]
-    world.no_gang = ""
-    world.wait(HOUR).run()
-    assert (world.phase, world.counts) == ("Running", (0, 0, 0))
-
-
-def test_a_group_without_room_elsewhere_uses_avoided_nodes_again():
-    world = native(startupDeadlineSeconds=100).settle().run().end(0, 74)
-    assert world.status["avoidedNodes"] == ["node1"]
-    conditions = [{"type": "PodScheduled", "status": "False", "message": MISFIT}]
-    for pod in world.pods.values():
-        pod["status"] = {"phase": "Pending", "conditions": conditions}
-    world.wait(101)
-    assert (world.phase, world.status.get("avoidedNodes")) == ("Pending", None)
-
-
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_waiting_group_that_a_stranger_removed_is_made_again(restarted):
-    world = waiting()
-    if restarted:  # another process has made it
-        world.restart_operator()
-    name = world.status["podGroup"]
-    world.groups.clear()
-    for _ in range(3):
-        world.wait(61)
-    assert set(world.groups) == {name}
+        world.refuse = dropped
+    grouped(world.settle()).sees(podGroup=None).tells("GangUnavailable", why)
+    world.run().sees(phase="Running", counts=(0, 0, 0))
 
 
 @pytest.mark.parametrize("gang", ["Auto", "Native"])
@@ -280,19 +303,10 @@ def test_a_waiting_group_is_released_when_its_api_is_switched_off(gang, alone):
         assert world.told("GangUnavailable")
         assert world.wait(HOUR).status["restarts"]["released"] == 1, "as without a group"
     else:
-        assert (world.phase, world.stalled, world.pods) == ("Pending", "GangUnavailable", {})
-        world.wait(HOUR)
+        world.sees(phase="Pending", stalled="GangUnavailable", made=0).wait(HOUR)
         world.gang_api = "v1alpha2"
-        assert world.wait(HOUR).run().phase == "Running"
-    assert world.counts == (0, 0, 0)
-
-
-def test_a_group_is_not_lost_with_the_operator_that_made_it():
-    world = waiting().restart_operator().wait(HOUR)
-    assert (world.phase, world.status["attempt"]) == ("Starting", 1)
-    place(world, 0, 1, 2)
-    world.run()
-    assert world.phase == "Running"
+        world.wait(HOUR).run().sees(phase="Running")
+    world.sees(counts=(0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -305,66 +319,9 @@ def test_a_group_is_not_lost_with_the_operator_that_made_it():
     ids=["nodeName", "schedulingGroup", "priorityClassName"],
 )
 def test_a_template_that_contradicts_scheduling_is_refused(fields, named):
-    scheduling = {"gang": "Native", "priorityClassName": "high"}
+    scheduling = {**NATIVE, "priorityClassName": "high"}
     template = {"spec": {**TEMPLATE["spec"], **fields}}
-    found = spec_.read(job_object(template=template, scheduling=scheduling)["spec"])
-    assert named in found.flaw
-
-
-# --- In trouble ---------------------------------------------------------------------------
-
-
-def unfit(world: World, replica: int, message: str) -> World:
-    conditions = [{"type": "PodScheduled", "status": "False", "message": message}]
-    world.pods[f"job-{replica}"]["status"] = {"phase": "Pending", "conditions": conditions}
-    return world.settle()
-
-
-def test_a_standby_pod_that_is_preempted_is_replaced_alone():
-    world = native(standby=1).settle().run()
-    world.poll(holds=True).wait(2)
-    world.run(3).wait(2).end(3, 143, settle=False)
-    taken = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
-    world.pods["job-3"]["status"]["conditions"] = [taken]
-    world.settle()
-    assert (world.status["attempt"], world.status["membersSince"]) == (2, 1)
-    assert groups_of(world) == {"", "job-uid-of-j-1"}
-
-
-def test_a_group_that_is_gone_is_made_again_by_another_operator_too():
-    world = waiting()
-    name = world.status["podGroup"]
-    world.groups.clear()
-    world.restart_operator().wait(61)
-    assert set(world.groups) == {name}
-
-
-def test_a_silent_node_that_came_back_is_no_reason_to_wait_for_ever():
-    """New pods are kept off it for its first minute, by a rule that they keep."""
-    machines, snapshot = Machines(), {"path": "/snapshots", "volume": {"emptyDir": {}}}
-    fence = {"policy": "Fence", "afterSeconds": 30}
-    job = job_object(nodeLost=fence, snapshot=snapshot, restart={"replaceSeconds": 0})
-    world = World(job, gang_api="v1beta1", machines=machines).settle().run()
-    world.poll(holds=True).wait(2)
-    machines.leases["node2"] = Lease(15.0, 10.0)
-    uids = frozenset([world.pods["job-1"]["metadata"]["uid"]])
-    world.feedback = replace(world.feedback, away=uids, away_at=world.now)
-    world.settle()
-    assert world.loss["reason"] == "NodeSilent"
-    machines.leases.clear()
-    for replica in range(3):
-        unfit(world, replica, MISFIT)
-    world.wait(HOUR).wait(HOUR)
-    assert not any(pod["spec"].get("affinity") for pod in world.pods.values())
-    assert world.counts == (1, 0, 1)
-
-
-def test_a_refusal_while_a_group_waited_is_forgotten_once_it_has_nodes():
-    world = waiting()
-    world.refuse_network = lambda _: refusal(500, "etcd is away")
-    world.wait(61)
-    place(world, 0, 1, 2).run().wait(61)
-    assert (world.phase, world.stalled) == ("Running", "")
+    assert named in spec_.read(job_object(template=template, scheduling=scheduling)["spec"]).flaw
 
 
 def test_only_the_group_is_looked_for_while_it_waits():
@@ -380,58 +337,24 @@ def test_an_api_switched_off_before_the_first_pod_is_noticed():
     world = native()
     while world.job.get("status", {}).get("phase") != "Starting":
         world.carry_out(*world.plan().actions)
-    world.gang_api = ""
-    world.settle()
-    assert groups_of(world) == {""}
-
-
-def test_the_start_deadline_counts_from_the_last_pod_placed():
-    world = waiting(startupDeadlineSeconds=100).wait(HOUR)
-    place(world, 0).wait(99)
-    place(world, 1, 2)
-    at = {"type": "PodScheduled", "status": "True", "lastTransitionTime": world.now.isoformat()}
-    for replica in (1, 2):
-        world.pods[f"job-{replica}"]["status"]["conditions"] = [at]
-    world.wait(99)
-    assert (world.phase, world.counts) == ("Starting", (0, 0, 0))
-    world.wait(2)
-    assert world.counts == (1, 1, 0)
-
-
-def test_in_1_37_too_it_says_who_does_not_fit():
-    world = native().settle()
-    unfit(unfit(unfit(world, 0, OTHERS_TOO), 2, OTHERS_TOO), 1, MISFIT).wait(6)
-    assert MISFIT in world.condition("Stalled")["message"]
+    named(api(world, ""), "")
 
 
 @pytest.mark.parametrize("first", [OTHERS, OTHERS_TOO, ""], ids=["1.36", "1.37", "none yet"])
 def test_a_cause_that_shows_later_replaces_words_that_name_none(first):
     world = native().settle().wait(21)
     if first:
-        unfit(world, 0, first)
-    assert world.stalled == "Unschedulable"
-    unfit(world, 0, OTHERS)
-    unfit(world, 1, MISFIT)
+        unfit(world, first, 0)
+    unfit(unfit(world.sees(stalled="Unschedulable"), OTHERS, 0), MISFIT, 1)
     for _ in range(3):
-        world.wait(61)
-        assert MISFIT in world.condition("Stalled")["message"]
-    assert len(world.told("Unschedulable")) == 2
-
-
-def test_avoided_nodes_are_given_up_with_the_words_about_who_does_not_fit():
-    world = native(startupDeadlineSeconds=100).settle().run().end(0, 74)
-    unfit(unfit(world, 0, OTHERS), 1, MISFIT).wait(101)
-    assert MISFIT in world.condition("Stalled")["message"]
+        world.wait(61).sees(MISFIT)
+    world.tells("Unschedulable", times=2)
 
 
 def test_pods_that_have_just_got_their_nodes_are_not_called_stuck():
-    world = waiting().wait(HOUR)
-    place(world, 0, 1, 2)
-    assert not world.told("ContainerCreating")
-    assert world.plan().requeue_after is not None
+    world = place(waiting().wait(HOUR), 0, 1, 2).tells("ContainerCreating", times=0)
     assert 0 < world.plan().requeue_after <= 20
-    world.wait(21)
-    assert world.told("ContainerCreating")
+    assert world.wait(21).told("ContainerCreating")
 
 
 def test_a_group_that_cannot_be_removed_is_told_of():
@@ -441,5 +364,4 @@ def test_a_group_that_cannot_be_removed_is_told_of():
             if not isinstance(action, act.RemoveGroups):  # each time an error
                 world.carry_out(action)
         world.now += timedelta(seconds=2)
-    assert (world.phase, world.stalled) == ("Restarting", "WaitingForDeletion")
-    assert "job-uid-of-j-1" in world.condition("Stalled")["message"]
+    world.sees(NAMES[0], phase="Restarting", stalled="WaitingForDeletion")
