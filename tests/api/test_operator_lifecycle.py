@@ -1,7 +1,6 @@
 """A gang's life against a real API server: created, restarted, ended, deleted."""
 
 import http.server
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -92,28 +91,6 @@ def step(call: Call) -> str:
 
 def uid_guarded(call: Call) -> bool:
     return bool(call.body and call.body["preconditions"]["uid"])
-
-
-@pytest.mark.fault("N13")
-def test_the_pods_of_the_next_attempt_are_kept_off_the_node(stage, gang):
-    stage.apply(gang)
-    stage.wait_phase(gang, "Running")
-    report = {"version": 1, "kind": "hardware", "code": 74, "exception": "CUDA error: ECC"}
-    stage.kubelet.finish(f"{gang}-1", 74, json.dumps(report))
-    status = stage.wait_phase(gang, "Running", attempt=2)
-    node = stage.kubelet.node
-    assert (status["lastFailure"]["class"], status["lastFailure"]["node"]) == ("Hardware", node)
-    assert status["lastFailure"]["message"] == "CUDA error: ECC"
-    assert (status["restarts"]["charged"], status["restarts"]["disruptions"]) == (0, 1)
-    assert status["avoidedNodes"] == [node]
-    field = {"key": "metadata.name", "operator": "NotIn", "values": [node]}
-    wanted = {"nodeSelectorTerms": [{"matchFields": [field]}]}
-    for pod in stage.kubelet.pods(gang):
-        affinity = pod["spec"]["affinity"]["nodeAffinity"]
-        assert affinity == {"requiredDuringSchedulingIgnoredDuringExecution": wanted}
-    events = stage.path("events")
-    eventually("an Event says so", lambda: "NodeAvoided" in str(stage.rest.items(events)))
-    assert stage.quiet_resyncs() == [], "what is avoided costs no further write"
 
 
 def test_a_deleted_job_leaves_nothing(stage, gang):

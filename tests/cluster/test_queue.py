@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from support import kueue
 from support.cluster import ROOT, wait_for
 from support.patience import PATIENCE
 from support.sharing import Shared
@@ -19,6 +18,8 @@ from support.site import STEPS, Site, digits, trainer
 pytestmark = [pytest.mark.root, pytest.mark.tier("all")]
 
 PAGE = ROOT / "docs" / "guides" / "kueue.md"
+API = "kueue.x-k8s.io/v1beta2"
+QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY = "kueue.x-k8s.io/priority-class"
 #: Of one gang of three.
 SHARE = "30m"
@@ -27,7 +28,7 @@ SHARE = "30m"
 def queued(name: str, queue: str, *, priority: str = "", **more: Any) -> dict[str, Any]:
     """A gang whose pods ask for a third of SHARE each."""
     body = digits(name, steps=STEPS, slow=1, every=5, **more)
-    labels = {kueue.QUEUE_LABEL: queue, **({PRIORITY: priority} if priority else {})}
+    labels = {QUEUE: queue, **({PRIORITY: priority} if priority else {})}
     body["metadata"]["labels"] = labels
     trainer(body)["resources"] = {"requests": {"cpu": "10m"}}
     return body
@@ -36,7 +37,7 @@ def queued(name: str, queue: str, *, priority: str = "", **more: Any) -> dict[st
 @pytest.fixture
 def made(site: Site, shared: Shared) -> Iterator[Callable[..., None]]:
     """Make objects of Kueue, which go after the test, the newest first."""
-    kueue.ensure(shared, site.cluster)
+    shared.once(f"kueue-{site.cluster.name}", site.cluster.install_kueue)
     objects: list[dict[str, Any]] = []
 
     def make(*more: dict[str, Any]) -> None:
@@ -50,16 +51,24 @@ def made(site: Site, shared: Shared) -> Iterator[Callable[..., None]]:
 
 def queue(site: Site, name: str, **spec: Any) -> list[dict[str, Any]]:
     """A queue of that name with the quota of one gang; ``spec``: more of its ClusterQueue."""
-    objects = kueue.queue(name, site.namespace, {"cpu": SHARE})
-    for one in objects:
-        if one["kind"] == "ClusterQueue":
-            one["spec"] |= spec
-    return objects
+    whole = {"name": f"{name}-{site.namespace}"}
+    flavors = [{**whole, "resources": [{"name": "cpu", "nominalQuota": SHARE}]}]
+    group = {"coveredResources": ["cpu"], "flavors": flavors}
+    queue = {"namespaceSelector": {}, "resourceGroups": [group], **spec}
+    local = {"name": name, "namespace": site.namespace}
+    return [
+        {"apiVersion": API, "kind": kind, "metadata": metadata, "spec": body}
+        for kind, metadata, body in (
+            ("ResourceFlavor", whole, {"nodeLabels": {}}),
+            ("ClusterQueue", whole, queue),
+            ("LocalQueue", local, {"clusterQueue": whole["name"]}),
+        )
+    ]
 
 
 def priority(site: Site, value: int) -> dict[str, Any]:
     meta = {"name": f"p{value}-{site.namespace}"}
-    return {"apiVersion": kueue.API, "kind": "WorkloadPriorityClass", "metadata": meta,
+    return {"apiVersion": API, "kind": "WorkloadPriorityClass", "metadata": meta,
             "value": value}  # fmt: skip
 
 

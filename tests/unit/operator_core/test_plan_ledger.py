@@ -42,6 +42,11 @@ def at(world: World, seconds: float) -> World:
     return world
 
 
+def trained(**spec):
+    """A gang that has run for 20 s, as its hub has said."""
+    return hear(at(running(**spec), 20), up=20, warmup=5, productive=15)
+
+
 def ended(world: World, replica: int, code: int, **spent: float) -> World:
     kind = "exit" if code else "success"
     words = {"version": 1, "kind": kind, "spent": spent} if spent else {"version": 1, "kind": "x"}
@@ -100,8 +105,7 @@ def test_the_hubs_account_is_booked_exactly_once():
 
 
 def test_a_killed_process_costs_a_recovery_by_its_cause_and_steps_again():
-    world = running()
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained()
     ended_round = {"round": 0, "rank": 1, "code": 1, "kind": "exception", "exception": "X: y"}
     at(world, 10)
     hub = status_.from_dict(world.status).hub
@@ -132,20 +136,17 @@ def test_a_replacement_books_held_time_and_recovery_time():
 
 
 def test_a_lost_hub_is_believed_for_a_while_and_the_rest_is_not_known():
-    world = running()
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained()
     at(world, 12).vanish(0)
     assert sums(world) == {"warmup": 15, "productive": 45 + 36}
-    world = running()
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained()
     at(world, 50).vanish(0)
     assert sums(world) == {"warmup": 15, "productive": 45 + 60, "unknown": 90}
     assert sum(sums(world).values()) == booked(world) * PODS
 
 
 def test_the_last_words_of_a_hub_are_exact_and_its_end_is_a_recovery():
-    world = running()
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained()
     at(world, 12)
     ended(world, 0, 1, up=30, warmup=5, productive=24, recovering=1)
     found = world.status["ledger"]
@@ -169,8 +170,7 @@ def test_a_hang_is_none_of_the_time_that_training_took():
 
 
 def test_success_and_what_came_after_it():
-    world = running()
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained()
     at(world, 12)
     for replica in (1, 2):
         world.end(replica, 0)
@@ -183,8 +183,7 @@ def test_success_and_what_came_after_it():
 
 
 def test_suspension_is_not_booked_once_its_pods_are_gone():
-    world = running(graceful=True)
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained(graceful=True)
     at(world, 4).patch(suspend=True)
     at(world, 6).finish_deletions()
     assert sums(world) == {"warmup": 15, "productive": 57, "snapshot": 18}
@@ -248,8 +247,7 @@ def test_an_estimate_of_the_end_goes_on_with_what_failures_have_cost():
 
 
 def test_what_a_stranger_has_written_breaks_no_sum():
-    world = running()
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained()
     world.job["status"] = {
         **world.status,
         "ledger": {
@@ -266,8 +264,7 @@ def test_what_a_stranger_has_written_breaks_no_sum():
 
 
 def test_a_ledger_costs_no_write_of_its_own():
-    world = running()
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained()
     at(world, 5)
     assert world.plan().actions == ()
 
@@ -326,8 +323,7 @@ def test_a_pod_replaced_beside_a_launcher_that_keeps_no_account():
 
 
 def test_a_recovery_that_takes_long_is_no_wait_for_room():
-    world = running(graceful=True)
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained(graceful=True)
     world.terminate(1)
     at(world, 1).end(2, 1)
     for _ in range(60):
@@ -349,8 +345,7 @@ def test_a_hub_that_never_made_a_step_is_not_believed_to_have_trained(spent):
 
 
 def test_pods_that_ended_while_no_operator_looked_are_not_booked_for_it():
-    world = running(graceful=True)
-    hear(at(world, 20), up=20, warmup=5, productive=15)
+    world = trained(graceful=True)
     at(world, 4).patch(suspend=True)
     world.pods.clear()
     at(world, 36000).restart_operator().sees_from_now().settle()
