@@ -1,7 +1,5 @@
 """What a program prints is shown, and decides nothing."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -28,7 +26,7 @@ def story(**state: Any) -> World:
     return world
 
 
-def test_it_is_shown_with_an_estimate_of_the_end() -> None:
+def test_it_is_shown_with_an_estimate_of_the_end():
     world = running().poll(printed=PRINTED).wait(60)
     progress = world.status["progress"]
     assert (progress["stepOfTotal"], progress["loss"]) == ("40/100", 0.25)
@@ -45,12 +43,12 @@ def test_it_is_shown_with_an_estimate_of_the_end() -> None:
     )
 
 
-def test_what_the_library_reports_comes_first() -> None:
+def test_what_the_library_reports_comes_first():
     world = running().poll(step=7, totalSteps=9, printed=PRINTED).wait(60)
     assert world.status["progress"]["stepOfTotal"] == "7/9"
 
 
-def test_it_charges_heals_and_ends_nothing() -> None:
+def test_it_charges_heals_and_ends_nothing():
     """The same failures have the same end, whatever steps the program prints."""
     silent, printing = story(), story(printed=PRINTED)
     assert printing.phase == silent.phase == "Failed"
@@ -64,7 +62,7 @@ def test_it_charges_heals_and_ends_nothing() -> None:
     assert [one.get("step") for one in printing.status["failures"]] == [None] * 3
 
 
-def test_no_pod_takes_it_for_a_step_that_was_reached() -> None:
+def test_no_pod_takes_it_for_a_step_that_was_reached():
     world = running().poll(printed=PRINTED).wait(60).end(1, 1).wait(1).run()
     env = {e["name"] for e in world.pods["job-1"]["spec"]["containers"][0]["env"]}
     assert contract.REACHED_STEP not in env
@@ -73,19 +71,19 @@ def test_no_pod_takes_it_for_a_step_that_was_reached() -> None:
 @pytest.mark.parametrize(
     "state", [{"step": "x", "loss": "y"}, [], {"step": -1, "loss": float("nan")}]
 )
-def test_a_strangers_words_show_nothing(state: object) -> None:
+def test_a_strangers_words_show_nothing(state):
     found = observe.progress({"printed": state}, observe.parse_time("2026-01-01T00:00:00Z"))  # type: ignore[arg-type,attr-defined]
     assert found is not None
     assert (found.shown, found.loss) == ((None, None), None)
 
 
-def test_the_launcher_gets_expressions_as_they_are_written() -> None:
+def test_the_launcher_gets_expressions_as_they_are_written():
     assert contract.OUTPUT not in env_of(rendered())
     env = env_of(rendered(output={"step": r"it (\d+)$"}))
     assert env[contract.OUTPUT] == r'{"step": "it (\\d+)$$"}', "the kubelet makes it one $"
 
 
-def test_an_expression_that_cannot_be_is_named_and_harms_no_gang() -> None:
+def test_an_expression_that_cannot_be_is_named_and_harms_no_gang():
     found = read(job_object(output={"step": "("})["spec"])
     assert found.flaw.startswith("spec.output.step: '(' is no regular expression")
     assert found.replicas == 3

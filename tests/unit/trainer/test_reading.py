@@ -1,11 +1,8 @@
 """What a launcher shows of rank 0's lines, and that no expression holds it up."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -40,7 +37,7 @@ def fed(reading: Reading, lines: dict[int, str], now: float = 1.0) -> None:
     reading.look(pump, now)
 
 
-def test_lines_of_rank_0_count_and_what_was_recognized_is_said_once() -> None:
+def test_lines_of_rank_0_count_and_what_was_recognized_is_said_once():
     said: list[str] = []
     reading = Reading({}, said.append)
     fed(reading, {0: "step 3 loss 0.5\nstep 4/9 loss 0.25\r", 1: "step 7 loss 9\n"})
@@ -54,7 +51,7 @@ def test_lines_of_rank_0_count_and_what_was_recognized_is_said_once() -> None:
     assert reading.facts() is None
 
 
-def test_a_program_with_the_library_is_read_by_the_users_expressions_alone() -> None:
+def test_a_program_with_the_library_is_read_by_the_users_expressions_alone():
     ours = Reading({}, print, forms=False)
     fed(ours, {0: "step 3 loss 0.5\n"})
     assert (ours.off, ours.facts()) == (True, None)
@@ -63,7 +60,7 @@ def test_a_program_with_the_library_is_read_by_the_users_expressions_alone() -> 
     assert (ours.off, ours.facts(), ours.numbers.metrics) == (False, None, {"acc": 0.75})
 
 
-def test_an_expression_that_would_never_end_is_left_out() -> None:
+def test_an_expression_that_would_never_end_is_left_out():
     said: list[str] = []
     reading = Reading({"step": r"it (\d+)", "loss": r"((?:a+)+)$"}, said.append)
     fed(reading, {0: "it 5\n" + "a" * 60 + "b\n" + "it 6\n"})
@@ -73,7 +70,7 @@ def test_an_expression_that_would_never_end_is_left_out() -> None:
     assert "((?:a+)+)$" in warning
 
 
-def test_what_the_library_reports_counts(tmp_path: Path) -> None:
+def test_what_the_library_reports_counts(tmp_path):
     printed = Results(printed={"step": 4, "loss": 0.25})
     body = state_body(None, attempt=1, round_=0, results=printed)
     assert body["printed"] == {"step": 4, "loss": 0.25}
@@ -95,13 +92,13 @@ def test_what_the_library_reports_counts(tmp_path: Path) -> None:
         (("never",), {"loss": "L(.)", "forms": "Never"}),
     ],
 )  # fmt: skip
-def test_options_take_the_place_of_the_jobs(read: tuple[str, ...], output: object) -> None:
+def test_options_take_the_place_of_the_jobs(read, output):
     env = read_launcher({OUTPUT: '{"loss": "L(.)"}'})
     program = Program("sh", (), module=False)
     assert make_launch_config(env, program, read=read).output == output
 
 
 @pytest.mark.parametrize("read", ["step", "step=(", "a b=(.)"])
-def test_options_that_cannot_be_are_refused(read: str) -> None:
+def test_options_that_cannot_be_are_refused(read):
     with pytest.raises(ConfigError, match="--read"):
         make_launch_config(read_launcher({}), Program("sh", (), module=False), read=[read])

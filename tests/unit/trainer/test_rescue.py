@@ -1,7 +1,5 @@
 """What a survivor keeps of the newest step boundary, and how it saves that at a launcher's word."""
 
-from __future__ import annotations
-
 import json
 import socket
 from pathlib import Path
@@ -77,7 +75,7 @@ def trained() -> Trained:
     return made
 
 
-def test_what_a_body_changes_is_as_the_boundary_left_it(trained):  # type: ignore[no-untyped-def]
+def test_what_a_body_changes_is_as_the_boundary_left_it(trained):
     then = trained.sha256()
     trained.body()
     assert trained.sha256() != then
@@ -89,7 +87,7 @@ def test_what_a_body_changes_is_as_the_boundary_left_it(trained):  # type: ignor
     assert trained.boundary.facts()["modes"]["training"] == {"model.1": False}
 
 
-def test_nobody_reads_while_an_update_runs_and_none_begins_while_one_reads(trained):  # type: ignore[no-untyped-def]
+def test_nobody_reads_while_an_update_runs_and_none_begins_while_one_reads(trained):
     trained.boundary.before_update()
     with pytest.raises(ChangedError, match="does not end"), trained.boundary.reading(0):
         pass
@@ -106,7 +104,7 @@ def test_nobody_reads_while_an_update_runs_and_none_begins_while_one_reads(train
         (lambda net: setattr(net[1], "running_mean", torch.ones(3)), "running_mean"),
     ],
 )
-def test_a_state_of_no_boundary_is_refused(trained, change, words):  # type: ignore[no-untyped-def]
+def test_a_state_of_no_boundary_is_refused(trained, change, words):
     change(trained.net)
     with pytest.raises(ChangedError, match=words):
         trained.boundary.captured(0)
@@ -123,7 +121,7 @@ def test_what_only_one_rank_has_is_refused():
     assert refusal("values", Values({"best": 1.0})) == ""
 
 
-def test_registered_objects_must_be_equal_on_all_ranks(trained):  # type: ignore[no-untyped-def]
+def test_registered_objects_must_be_equal_on_all_ranks(trained):
     mine = trained.boundary.digest()
     trained.seen["mean"] += 1
     trained.boundary.take(2)
@@ -189,7 +187,7 @@ def survivor(trained, tmp_path):  # type: ignore[no-untyped-def]
     return rescue, Launcher(tmp_path), files.directory
 
 
-def test_a_survivor_saves_its_boundary_once_another_one_agrees(trained, survivor):  # type: ignore[no-untyped-def]
+def test_a_survivor_saves_its_boundary_once_another_one_agrees(trained, survivor):
     _, launcher, directory = survivor
     launcher.say(do="write", seconds=PATIENCE)
     assert launcher.hear() == {"step": 24}
@@ -207,7 +205,7 @@ def test_a_survivor_saves_its_boundary_once_another_one_agrees(trained, survivor
     launcher.close()
 
 
-def test_without_a_second_opinion_nothing_counts(trained, survivor):  # type: ignore[no-untyped-def]
+def test_without_a_second_opinion_nothing_counts(trained, survivor):
     _, launcher, directory = survivor
     launcher.say(do="write", seconds=PATIENCE)
     assert launcher.hear() == {"step": 24}
@@ -219,7 +217,7 @@ def test_without_a_second_opinion_nothing_counts(trained, survivor):  # type: ig
     launcher.close()
 
 
-def test_who_vouches_writes_nothing(trained, survivor):  # type: ignore[no-untyped-def]
+def test_who_vouches_writes_nothing(trained, survivor):
     rescue, launcher, directory = survivor
     launcher.say(do="vouch", seconds=PATIENCE)
     assert launcher.hear() == {"step": 24}
@@ -229,7 +227,7 @@ def test_who_vouches_writes_nothing(trained, survivor):  # type: ignore[no-untyp
     launcher.close()
 
 
-def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor):  # type: ignore[no-untyped-def]
+def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor):
     rescue, launcher, directory = survivor
     rescue.before_update()
     assert not read_marks(directory.parent, RANK).intact
@@ -238,14 +236,14 @@ def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor
     launcher.close()
 
 
-def test_nobody_stays_longer_than_a_launcher_may_need(monkeypatch, survivor):  # type: ignore[no-untyped-def]
+def test_nobody_stays_longer_than_a_launcher_may_need(monkeypatch, survivor):
     monkeypatch.setattr(rescue_, "_HOLD_SECONDS", 0.0)
     rescue, launcher, _ = survivor
     rescue.hold()
     launcher.close()
 
 
-def test_marks_tell_what_a_rescue_would_save(tmp_path):  # type: ignore[no-untyped-def]
+def test_marks_tell_what_a_rescue_would_save(tmp_path):
     assert read_marks(tmp_path, 0) == Marks()
     writer = MarksWriter(tmp_path, 0)
     assert not read_marks(tmp_path, 0).whole
