@@ -74,7 +74,7 @@ def chaos(script: Path, *options: object) -> tuple[int, str]:
 @pytest.mark.tier("all")
 @pytest.mark.fault("T1", "T2", "T3", "T4")
 def test_six_kills_leave_every_bit_as_it_was(training, tmp_path):
-    """By this seed each signal, the launcher and three ranks or more, and one in a restart."""
+    """By this seed each signal, each rank and the launcher, and one while it comes back."""
     report = tmp_path / "report.json"
     code, out = chaos(training(), "--nproc", 5, "--kills", 6, "--seed", 2, "--json", report)
     assert code == 0, out
