@@ -6,7 +6,6 @@ A second undisturbed run is made only where the judgement hangs on what the scri
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_contract import NEWEST
-from ddpjob_tools.prove import cause, report, samples, verb
+from ddpjob_tools import verb
+from ddpjob_tools.prove import cause, report, samples
 from ddpjob_tools.prove.folder import Source
 from ddpjob_tools.prove.record import Gang, Steps, made
 from ddpjob_tools.prove.report import Result
@@ -28,7 +28,6 @@ from ddpjob_tools.prove.run import LOOK_SECONDS, ProofError, Run, environment, l
 from ddpjob_trainer.arguments import check_notebook, check_resume, resume_words, whole
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import workdir
-from ddpjob_trainer.launcher.processes.source import parsed
 
 _DESCRIPTION = """\
 Does training go on rightly after a kill? Run any script undisturbed, then kill it and start it
@@ -55,13 +54,11 @@ _NOT_JUDGED = 3
 _CODES = {cause.RIGHT: 0, cause.ROUNDING: 0, cause.WRONG: 1, cause.UNKNOWN: _NOT_JUDGED}
 _PROBE = "ddpjob_tools.prove.probe"
 _STARTERS = ("torchrun", "accelerate", "lightning", "deepspeed")
-_SHOWN_SECONDS = 10.0  # where there is no terminal
 #: A rank that does not reach the step of the kill soon after another waits for that one.
 _TOGETHER_SECONDS = 10.0
 _FEWEST = 3
 #: Findings that chance could make, too: only a second undisturbed run can tell.
 _BY_CHANCE = ("rng", "rounding", "unseen", "length")
-_BEYOND = re.compile(r"(\.\./)+[\w.-][\w./-]*")
 #: What reading a file says that is not whole.
 _TORN = re.compile(
     r"EOFError|UnpicklingError|BadZipFile|PytorchStreamReader|JSONDecodeError|Ran out of input"
@@ -100,57 +97,37 @@ def add(commands: Any) -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the command; return its exit code."""
 
-    def body(script: Script, folder: Path) -> int:
-        result = Audit(script, folder).result()
-        print(f"\n{report.text(result, shlex.quote(script.program))}", flush=True)
+    def body(options: argparse.Namespace, folder: Path) -> int:
+        result = Audit(options, folder).result()
+        print(f"\n{report.text(result, shlex.quote(options.program))}", flush=True)
         verb.write(options.json, report.as_json(result))
         return _CODES[result.verdict.label]
 
     return verb.run("audit", options, _checked, body, unproved=_NOT_JUDGED)
 
 
-@dataclass(frozen=True, slots=True)
-class Script:
-    """What the user starts, and how. ``nproc`` None: as plain `python`, no launcher."""
-
-    program: str
-    arguments: tuple[str, ...]
-    module: bool
-    nproc: int | None
-    source: Source
-    patience: float
-    seed: int | None = None
-    resume_arguments: tuple[str, ...] = ()
-    resume_when: str = ""  # glob of the checkpoint that they name
-    kill_after: int | None = None
-    stop_after: int | None = None
-
-
-def _checked(options: argparse.Namespace) -> Script:
+def _checked(options: argparse.Namespace) -> argparse.Namespace:
     words = [options.program, *options.arguments]
-    module = options.module
-    if not module and Path(words[0]).name.startswith("python") and len(words) > 1:
+    if not options.module and Path(words[0]).name.startswith("python") and len(words) > 1:
         words = words[1:]  # python train.py
-    if not module and words[0] == "-m" and len(words) > 1:
-        module, words = True, words[1:]
+    if not options.module and words[0] == "-m" and len(words) > 1:
+        options.module, words = True, words[1:]
+    options.program, *options.arguments = words
     verb.check(options)
     for name in ("kill_after", "stop_after"):
         if getattr(options, name) is not None:
             whole(f"--{name.replace('_', '-')}", getattr(options, name), least=1)
     if options.kill_after and options.stop_after and options.kill_after >= options.stop_after:
         raise ConfigError("--kill-after must be less than --stop-after: nothing would follow it")
-    again = resume_words(options.resume_args)
-    check_resume(again, options.resume_when)
+    options.resume_words = resume_words(options.resume_args)
+    check_resume(options.resume_words, options.resume_when)
     if options.seed is not None:
         whole("--seed", options.seed, most=2**32 - 1)  # numpy's bound
-    source = Source(Path.cwd(), tuple(options.leave_out), tuple(options.link))
-    source.check()
-    if not module:
-        _check_script(Path(words[0]))
-    return Script(
-        words[0], tuple(words[1:]), module, options.nproc, source, options.patience, options.seed,
-        again, options.resume_when, options.kill_after, options.stop_after,
-    )  # fmt: skip
+    options.source = Source(Path.cwd(), tuple(options.leave_out), tuple(options.link))
+    options.source.check()
+    if not options.module:
+        _check_script(Path(options.program))
+    return options
 
 
 def _check_script(path: Path) -> None:
@@ -182,12 +159,13 @@ class End:
 class Audit:
     """The runs of one audit, each in the same folder, which is made afresh."""
 
-    def __init__(self, script: Script, folder: Path) -> None:
-        self._script = script
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._script = options
+        self._source: Source = options.source
         self._folder = folder
         self._copies = folder / "work"
-        self._work = script.source.place(self._copies)
-        self._show = _Progress()
+        self._work = self._source.place(self._copies)
+        self._show = verb.Progress("audit")
 
     def result(self) -> Result:
         """Do the runs and judge. Raises ProofError, ConfigError; leaves no process behind."""
@@ -211,19 +189,19 @@ class Audit:
         if _hangs_on_chance(verdict):
             again = self._undisturbed("again", "undisturbed once more, to compare")
             verdict = cause.judge(replace(recorded, again=again))
-        given = self._script.resume_arguments, self._script.resume_when
+        given = self._script.resume_words, self._script.resume_when
         return Result(verdict, calm, tuple(saved), epoch, tail, *given)
 
     # --- The runs ------------------------------------------------------------------------
 
     def _undisturbed(self, name: str, title: str) -> Gang:
-        self._script.source.fill(self._copies)
+        self._source.fill(self._copies)
         end = self._run(name, title, stop_at=self._script.stop_after)
         if end.code:
             raise ProofError(
                 f"the script fails by itself, with exit code {end.code} after step {end.steps}; see"
-                f" that it runs to its end (or give --stop-after STEP){self._beyond()}. The end of"
-                f" its output:\n{end.tail}"
+                " that it runs to its end (or give --stop-after STEP; --link PATH for what it reads"
+                f" outside of this folder, as ../data). The end of its output:\n{end.tail}"
             )
         if end.steps < _FEWEST:
             few = f"only {end.steps} steps" if end.steps else "no step"
@@ -243,7 +221,7 @@ class Audit:
 
     def _killed(self, calm: Gang, kill: int) -> Gang:
         """Run up to the kill. Refuse a run that did not begin as the first, or ended before."""
-        self._script.source.fill(self._copies)
+        self._source.fill(self._copies)
         end = self._run("killed", f"2/3 to be killed after step {kill}", stop_at=kill)
         first = end.gang[0].steps[0].weights if end.steps else ""
         later = [i for i, step in enumerate(calm[0].steps) if step.after == first]
@@ -267,7 +245,7 @@ class Audit:
         self, calm: Gang, killed: Gang, words: Sequence[str]
     ) -> tuple[cause.Runs, str]:
         """Start the killed run again, in its folder, until it ends or is as far as the first."""
-        stop_after = self._script.stop_after
+        stop_after: int | None = self._script.stop_after
         place: list[int] = []
 
         def enough(gang: Gang) -> bool:
@@ -330,7 +308,7 @@ class Audit:
         return end
 
     def _command(self, out: Path, stop_at: int | None, more: Sequence[str]) -> list[str]:
-        script, here = self._script, self._script.source.folder
+        script, here = self._script, self._source.folder
         program = script.program
         if not script.module:
             path = (here / program).resolve()
@@ -350,7 +328,7 @@ class Audit:
 
     def _named(self) -> list[str]:
         """Return what --resume-args name that is there now, after a whole run."""
-        values = (word.partition("=")[2] or word for word in self._script.resume_arguments)
+        values = (word.partition("=")[2] or word for word in self._script.resume_words)
         return [value for value in values if (self._work / value).exists()]
 
     def _resume_words(self, killed: Gang, named: Sequence[str]) -> tuple[str, ...]:
@@ -369,22 +347,7 @@ class Audit:
                 f" or {NEWEST} in --resume-args and --resume-when GLOB, the checkpoints of which it"
                 " stands for the newest"
             )
-        return tuple(word.replace(NEWEST, found) for word in self._script.resume_arguments)
-
-    def _beyond(self) -> str:
-        """Name the paths in script and arguments that lead out of the folder; "" for none."""
-        source = self._script.source
-        tree = parsed(source.folder / self._script.program)
-        nodes = ast.walk(tree) if tree else ()
-        paths = [node.value for node in nodes if isinstance(node, ast.Constant)]
-        paths += [word.rpartition("=")[2] for word in self._script.arguments]
-        beyond = {path for path in paths if isinstance(path, str) and _BEYOND.fullmatch(path)}
-        if not (missed := sorted(beyond - {*source.linked})):
-            return ""
-        return (
-            f". {missed[0]} is outside of the folder, of which each run gets a copy: --link"
-            f" {missed[0]}, once it is there, links it beside the copy"
-        )
+        return tuple(word.replace(NEWEST, found) for word in self._script.resume_words)
 
 
 def _hangs_on_chance(verdict: cause.Verdict) -> bool:
@@ -394,27 +357,3 @@ def _hangs_on_chance(verdict: cause.Verdict) -> bool:
         or (not verdict.loose and (one.kind in _BY_CHANCE or one.facts.get("place") == "unknown"))
         for one in verdict.findings
     )
-
-
-class _Progress:
-    """Shows what runs, and at which step: one line that changes, or one now and then."""
-
-    def __init__(self) -> None:
-        self._title = ""
-        self._at = 0.0
-        self._step = -1
-        self._live = sys.stderr.isatty()
-
-    def __call__(self, title: str, step: int) -> None:
-        """Show a step of a run."""
-        now, new = time.monotonic(), title != self._title
-        pause = 0.2 if self._live else _SHOWN_SECONDS
-        if not new and (step == self._step or now - self._at < pause):
-            return
-        if self._live:
-            begin = "\n" if new and self._title else "\r"
-            sys.stderr.write(f"{begin}audit: {title}: step {step}")
-            sys.stderr.flush()
-        else:
-            verb.say("audit", f"{title}: step {step}" if step else title)
-        self._title, self._at, self._step = title, now, step

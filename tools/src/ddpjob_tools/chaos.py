@@ -14,7 +14,8 @@ from signal import Signals
 from typing import Any
 
 from ddpjob_contract import ExitCode
-from ddpjob_tools.prove import compare, verb
+from ddpjob_tools import verb
+from ddpjob_tools.prove import compare
 from ddpjob_tools.prove.disturb import Disturbance, Made, Pace
 from ddpjob_tools.prove.kill import SIGNALS, plan_kills
 from ddpjob_tools.prove.record import Records, open_gate

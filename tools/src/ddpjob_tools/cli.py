@@ -15,6 +15,8 @@ from ddpjob_tools import audit, chaos, cluster, gpu_check, init
 from ddpjob_tools.local import command as local
 from ddpjob_trainer.arguments import joined
 
+_VERBS = {"audit": audit, "chaos": chaos, "gpu-check": gpu_check, "init": init, "local": local}
+
 
 def _parser() -> argparse.ArgumentParser:
     listed = "\n".join(f"    {name:<18}{what}" for name, what in cluster.COMMANDS.items())
@@ -28,42 +30,35 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(
         title="on this machine", dest="command", required=True, metavar="COMMAND"
     )
-    audit.add(commands)
-    chaos.add(commands)
-    gpu_check.add(commands)
-    init.add(commands)
-    local.add(commands)
+    for verb in _VERBS.values():
+        verb.add(commands)
     return parser
 
 
-def _cure(words: Sequence[str], unknown: Sequence[str], rest: Sequence[str]) -> str:
+def _cure(options: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> str:
     """Tell a user of `init` to put the script's own options after --."""
-    if words[0] != "init":
+    if options.command != "init":
         return ""
     ours = [word for word in words if word not in unknown]
-    shown = shlex.join(["ddpjob", *ours, "--", *unknown, *rest])
+    shown = shlex.join(["ddpjob", *ours, "--", *unknown, *options.arguments])
     return f"; those of the script follow --, as in: {shown}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    rest: list[str] = []
     parser = _parser()
-    of_init = words[:1] == ["init"]
-    if of_init and "--" in words:
-        at = words.index("--")
-        words, rest = words[:at], words[at + 1 :]
-    options, unknown = parser.parse_known_args(joined(words, anywhere=of_init))
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_cure(words, unknown, rest)}")
+    given, of_init = argparse.Namespace(), words[:1] == ["init"]
     if of_init:
-        return init.main(options, rest)
-    if options.command == "local":
-        return local.main(options)
+        at = words.index("--") if "--" in words else len(words)
+        words, given.arguments = words[:at], words[at + 1 :]
+    options, unknown = parser.parse_known_args(joined(words, anywhere=of_init), given)
+    if unknown:
+        cure = _cure(options, words, unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{cure}")
     with _ended_by_sigterm():
-        tools = {"audit": audit.main, "chaos": chaos.main, "gpu-check": gpu_check.main}
-        return tools[options.command](options)
+        code: int = _VERBS[options.command].main(options)
+        return code
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import ddpjob_contract as contract
-from ddpjob_tools.prove import verb
+from ddpjob_tools import verb
 from ddpjob_tools.prove.run import ProofError, Run, environment, in_turn
 from ddpjob_trainer.environment import TRACE
 from ddpjob_trainer.errors import ConfigError

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ddpjob_contract as contract
-from ddpjob_tools import travels
+from ddpjob_tools import travels, verb
 from ddpjob_tools.stock import IMAGE, MODULES, job_name
 from ddpjob_trainer.arguments import check_resume, resume_words
 from ddpjob_trainer.environment import outside_of_jobs
@@ -74,84 +74,63 @@ _HEAD = """\
 """
 
 
+_OPTIONS: tuple[verb.Option, ...] = (
+    ("--name NAME", str, None, "of the job (default: from the script's name)"),
+    ("--replicas N", int, 2, "pods (2)"),
+    ("--nproc N", int, None, "processes per pod (one per GPU)"),
+    ("--gpus N", int, 0, "GPUs per pod (0)"),
+    ("--image IMAGE", str, IMAGE, f"({IMAGE})"),
+    ("--snapshots CLAIM", str, None, "PersistentVolumeClaim for snapshots (NAME-snapshots)"),
+    ("--claim SIZE", str, None, "make that claim, of this size: 10Gi"),
+    ("--output DIR", list, None,
+     ("what the script writes below DIR is kept, in the folder output of its snapshots; all else"
+      " that it writes ends with its pod; may come more than once")),
+    ("--cpu N", str, "1", "CPUs that a pod requests (1)"),
+    ("--memory SIZE", str, "2Gi", "and its memory (2Gi)"),
+    ("--env NAME=VALUE", list, [],
+     "a variable of the script's environment; may come more than once"),
+    ("--resume-args WORDS", str, "",
+     "more arguments of the script at every start but the first, as '--resume {newest}'"),
+    ("--resume-when GLOB", str, "",
+     "its checkpoints, as 'runs/*.pt': {newest} in --resume-args stands for the newest"),
+    ("--every-steps N", int, 100, "steps between snapshots (100)"),
+)  # fmt: skip
+
+
 def add(commands: Any) -> None:
-    """Add the command to the parser of `ddpjob`."""
-    parser = commands.add_parser(
-        "init",
-        help="print the DDPJob manifest for a script",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    """Describe the command to argparse."""
+    parser = verb.add(
+        commands, "init", "print the DDPJob manifest for a script", _OPTIONS,
+        description=_DESCRIPTION, epilog=_EPILOG,
         allow_abbrev=False,  # the script's --out is not our --output
-    )
+    )  # fmt: skip
+    verb.add_module(parser, "SCRIPT")
     parser.add_argument("script", metavar="SCRIPT", help="what `ddpjob-trainer run` is to start")
+    # Without a default argparse requires them.
     parser.add_argument(
-        "files",
-        metavar="FILES",
-        nargs="*",
-        default=[],  # else argparse requires them
-        type=Path,
-        help="what else it reads or imports",
-    )
-    parser.add_argument(
-        "-m", "--module", action="store_true", help="SCRIPT is a Python module, as in python -m"
-    )
-    parser.add_argument("--name", help="of the job (default: from the script's name)")
-    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="pods (2)")
-    parser.add_argument("--nproc", type=int, metavar="N", help="processes per pod (one per GPU)")
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs per pod (0)")
-    parser.add_argument("--image", default=IMAGE, help=f"({IMAGE})")
-    parser.add_argument(
-        "--snapshots", metavar="CLAIM", help="PersistentVolumeClaim for snapshots (NAME-snapshots)"
-    )
-    parser.add_argument("--claim", metavar="SIZE", help="make that claim, of this size: 10Gi")
-    parser.add_argument(
-        "--output",
-        metavar="DIR",
-        action="append",
-        help="what the script writes below DIR is kept, in the folder output of its snapshots; all"
-        " else that it writes ends with its pod; may come more than once",
-    )
-    parser.add_argument("--cpu", default="1", metavar="N", help="CPUs that a pod requests (1)")
-    parser.add_argument("--memory", default="2Gi", metavar="SIZE", help="and its memory (2Gi)")
-    parser.add_argument(
-        "--env", metavar="NAME=VALUE", action="append", default=[],
-        help="a variable of the script's environment; may come more than once",
-    )  # fmt: skip
-    parser.add_argument(
-        "--resume-args", default="", metavar="WORDS",
-        help="more arguments of the script at every start but the first, as '--resume {newest}'",
-    )  # fmt: skip
-    parser.add_argument(
-        "--resume-when", default="", metavar="GLOB",
-        help="its checkpoints, as 'runs/*.pt': {newest} in --resume-args stands for the newest",
-    )  # fmt: skip
-    parser.add_argument(
-        "--every-steps", type=int, default=100, metavar="N", help="steps between snapshots (100)"
+        "files", metavar="FILES", nargs="*", default=[], type=Path, help="what else it reads"
     )
 
 
-def main(options: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Print the manifest; return the exit code. ``arguments``: the script's own."""
+def main(options: argparse.Namespace) -> int:
+    """Print the manifest; return the exit code."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, in any locale
-    try:
-        name = _checked(options)
-        files = _files(options)
-        _check_output(options, files)
-        objects = _objects(options, name, files, arguments)
-        print(_HEAD + "---\n".join(map(_dumped, objects)), end="")
-        for note in _notes(options, files, arguments):
-            print(f"ddpjob: {note}", file=sys.stderr)
-    except ConfigError as error:
-        print(f"ddpjob: {error}", file=sys.stderr)
-        return contract.ExitCode.BAD_CONFIG
+    return verb.ended("ddpjob", lambda: _print(options))
+
+
+def _print(options: argparse.Namespace) -> int:
+    name = _checked(options)
+    files = _files(options)
+    _check_output(options, files)
+    objects = _objects(options, name, files)
+    print(_HEAD + "---\n".join(map(_dumped, objects)), end="")
+    for note in _notes(options, files):
+        verb.say("ddpjob", note)
     return 0
 
 
-def _notes(
-    args: argparse.Namespace, files: Mapping[str, Path], arguments: Sequence[str]
-) -> Iterator[str]:
+def _notes(args: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[str]:
     """Yield what the script may lack in the pods."""
     root = Path() if args.module else Path(next(iter(files), "")).parent
     for one in travels.forgotten(files, root):
@@ -164,7 +143,7 @@ def _notes(
                 f"{name}: imported, but not in {IMAGE}: name an image that has it with --image, see"
                 " docs/start/your-script.md"
             )
-    for word in travels.named(arguments, files) if files else ():
+    for word in travels.named(args.arguments, files) if files else ():
         if not _kept(args, word):
             yield f"{word}: named by an argument, but does not travel: name it before --, too"
     when = args.resume_when
@@ -275,7 +254,7 @@ def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
 
 
 def _objects(
-    args: argparse.Namespace, name: str, files: Mapping[str, Path], arguments: Sequence[str]
+    args: argparse.Namespace, name: str, files: Mapping[str, Path]
 ) -> Iterator[dict[str, Any]]:
     claim = args.snapshots or f"{name}-snapshots"
     nproc = "auto" if args.gpus else 1
@@ -291,7 +270,7 @@ def _objects(
         # Files that were edited change the template, of which the API server knows when it may.
         digest = hashlib.sha256(json.dumps(config_map).encode()).hexdigest()[:16]
         template["metadata"] = {"annotations": {"files-sha256": digest}}
-    template["spec"] = _pod(args, name, files, keys, arguments)
+    template["spec"] = _pod(args, name, files, keys)
     restart: dict[str, Any] = {}
     if words := resume_words(args.resume_args):
         restart["resumeArgs"] = [*words]
@@ -314,15 +293,11 @@ def _object(api_version: str, kind: str, name: str, **more: Any) -> dict[str, An
 
 
 def _pod(
-    args: argparse.Namespace,
-    name: str,
-    files: Mapping[str, Path],
-    keys: Mapping[str, str],
-    arguments: Sequence[str],
+    args: argparse.Namespace, name: str, files: Mapping[str, Path], keys: Mapping[str, str]
 ) -> dict[str, Any]:
     words = ["ddpjob-trainer", "run", *(("--files", FILES, "--anew") if files else ())]
     words += [word for output in args.output or () for word in ("--output", output)]
-    words += [*_program(args, files), *arguments]
+    words += [*_program(args, files), *args.arguments]
     trainer: dict[str, Any] = {
         "name": "trainer",
         "image": args.image,

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import ddpjob_contract as contract
 from ddpjob_contract.exits import CAUSE_SECONDS, DEAD_GANG_SECONDS
+from ddpjob_tools import verb
 from ddpjob_tools.local import job as local_job
 from ddpjob_tools.local import manifest as manifests
 from ddpjob_tools.local import restarts
@@ -51,49 +51,37 @@ exit code: 0, that of the replica that failed first, or 128+n after signal n
 """
 
 
+_OPTIONS: tuple[verb.Option, ...] = (
+    ("--replicas N", int, None, "instead of spec.replicas"),
+    ("--nproc N", int, None, "instead of spec.nprocPerNode"),
+    ("--snapshots DIR", Path, None, "takes the place of the snapshot volume (./NAME-snapshots)"),
+    ("--map PATH=DIR", list, [],
+     "the folder here that is PATH in the pods, wherever the manifest names it; repeatable"),
+)  # fmt: skip
+
+
 def add(commands: Any) -> None:
-    """Add the command to the parser of `ddpjob`."""
-    parser = commands.add_parser(
-        "local",
-        help="run a DDPJob manifest on this machine, without a cluster",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Describe the command to argparse."""
+    parser = verb.add(
+        commands, "local", "run a DDPJob manifest on this machine, without a cluster", _OPTIONS,
+        description=_DESCRIPTION, epilog=_EPILOG,
+    )  # fmt: skip
     parser.add_argument(
         "file", metavar="FILE", help="the manifest, YAML or JSON; -: standard input"
-    )
-    parser.add_argument("--replicas", type=int, metavar="N", help="instead of spec.replicas")
-    parser.add_argument("--nproc", type=int, metavar="N", help="instead of spec.nprocPerNode")
-    parser.add_argument(
-        "--snapshots",
-        type=Path,
-        metavar="DIR",
-        help="takes the place of the snapshot volume (./NAME-snapshots)",
-    )
-    parser.add_argument(
-        "--map",
-        action="append",
-        default=[],
-        metavar="PATH=DIR",
-        help="the folder here that is PATH in the pods, wherever the manifest names it; repeatable",
     )
 
 
 def main(options: argparse.Namespace) -> int:
     """Run it; return the exit code."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="ddpjob-local-") as scratch:
-            job = _job(options, Path(scratch))
-            job.write()
-            with contextlib.nullcontext() if job.snapshots is None else alone(job.snapshots):
-                return Attempts(job).run()
-    except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename else error
-        print(f"ddpjob: {said}", file=sys.stderr)
-    except (ConfigError, ValueError) as error:
-        print(f"ddpjob: {error}", file=sys.stderr)
-    return contract.ExitCode.BAD_CONFIG
+    return verb.ended("ddpjob", lambda: _run(options))
+
+
+def _run(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="ddpjob-local-") as scratch:
+        job = _job(options, Path(scratch))
+        job.write()
+        with contextlib.nullcontext() if job.snapshots is None else alone(job.snapshots):
+            return Attempts(job).run()
 
 
 @contextlib.contextmanager

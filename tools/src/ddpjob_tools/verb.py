@@ -1,4 +1,4 @@
-"""Give the verbs their common options, a folder for records, and an exit code for each end."""
+"""Give the verbs their options, a folder for records, progress, and an exit code for each end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -22,6 +23,7 @@ Settings = TypeVar("Settings")
 #: default; help.
 Option = tuple[str, Any, Any, str]
 REQUIRED: Final = object()
+_SHOWN_SECONDS: Final = 10.0
 JSON: Final[Option] = ("--json FILE", Path, None, "write the result to FILE, for programs")
 
 
@@ -38,10 +40,12 @@ def of_program(patience: float) -> tuple[Option, ...]:
 def add(
     commands: Any, name: str, summary: str, options: Sequence[Option],
     program: tuple[str, str] | None = None, **more: Any,
-) -> None:  # fmt: skip
+) -> argparse.ArgumentParser:  # fmt: skip
     """Describe a verb to argparse. ``program``: how a program that follows is called, and is."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser(name, help=summary, formatter_class=form, **more)
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, formatter_class=form, **more
+    )
     for words, kind, default, about in options:
         option, _, metavar = words.partition(" ")
         given: dict[str, Any] = {"help": about}
@@ -56,13 +60,17 @@ def add(
         parser.add_argument(option, **given)
     if program is not None:
         what, about = program
-        parser.add_argument(
-            "-m", "--module", action="store_true", help=f"{what} is a Python module"
-        )
+        add_module(parser, what)
         parser.add_argument("program", metavar=what, help=about)
         parser.add_argument(
             "arguments", nargs=argparse.REMAINDER, metavar="...", help=f"for {what}"
         )
+    return parser
+
+
+def add_module(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add -m, as Python has it."""
+    parser.add_argument("-m", "--module", action="store_true", help=f"{what} is a Python module")
 
 
 def check_processes(nproc: int | None) -> None:
@@ -80,6 +88,27 @@ def check(options: argparse.Namespace) -> None:
         raise ConfigError(f"--keep {keep} is not empty: choose a new directory")
 
 
+def ended(name: str, action: Callable[[], int], *, unproved: int = 1) -> int:
+    """Return what an action returns, or the exit code of the exception that ends it.
+
+    ``unproved``: the code of a ProofError.
+    """
+    try:
+        return action()
+    except ConfigError as error:
+        say(name, str(error))
+        return ExitCode.BAD_CONFIG
+    except OSError as error:
+        say(name, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return ExitCode.BAD_CONFIG
+    except ProofError as error:
+        say(name, str(error))
+        return unproved
+    except KeyboardInterrupt:
+        say(name, "interrupted")
+        return 128 + signal.SIGINT
+
+
 def run(
     name: str,
     options: argparse.Namespace,
@@ -91,31 +120,43 @@ def run(
 ) -> int:
     """Run a verb in a new folder; return its exit code.
 
-    ``prepare`` raises ConfigError before there is a folder. ``unproved``: the code of a ProofError.
-    The folder stays where --keep names it, or where the code is one of ``evidence``.
+    ``prepare`` raises ConfigError before there is a folder. The folder stays where --keep names it,
+    or where the code is one of ``evidence``.
     """
-    code: int = ExitCode.BAD_CONFIG
     keep: Path | None = getattr(options, "keep", None)
-    folder = None
-    try:
+    code, folder = -1, None
+
+    def action() -> int:
+        nonlocal folder
         settings = prepare(options)
         folder = (keep or Path(tempfile.mkdtemp(prefix=f"ddpjob-{name}-"))).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        code = body(settings, folder)
-    except ConfigError as error:
-        say(name, str(error))
-    except ProofError as error:
-        say(name, str(error))
-        code = unproved
-    except KeyboardInterrupt:
-        say(name, "interrupted")
-        code = 128 + signal.SIGINT
+        return body(settings, folder)
+
+    try:
+        code = ended(name, action, unproved=unproved)
     finally:
         if folder is not None and (keep or code in evidence):
             say(name, f"records and logs are in {folder}")
         elif folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
     return code
+
+
+class Progress:
+    """Shows what a verb does, and at which step: a line for each run, and one now and then."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._shown, self._at = ("", 0), 0.0
+
+    def __call__(self, title: str, step: int) -> None:
+        """Show a step of a run."""
+        now = time.monotonic()
+        if title == self._shown[0] and (step == self._shown[1] or now - self._at < _SHOWN_SECONDS):
+            return
+        say(self._name, f"{title}: step {step}" if step else title)
+        self._shown, self._at = (title, step), now
 
 
 def say(name: str, text: str) -> None:
