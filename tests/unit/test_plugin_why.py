@@ -266,7 +266,7 @@ def test_a_suspended_job_says_what_sigterm_saved():
 def test_one_processs_words_are_not_put_into_anothers_mouth():
     """The operator saw pod j-2 killed; launchers noted who lost the connection to it first."""
     killed = failure(pod="j-2", replica=2, rank=None, round=None, exitCode=137, signal=9,
-                     reason="SIGKILL", exception=None, step=None, message="killed\nafter step 9",
+                     reason="SIGKILL", exception=None, step=None, message="killed",
                      **{"class": "Killed"})  # fmt: skip
     first = {
         "rank": 1,
@@ -278,7 +278,17 @@ def test_one_processs_words_are_not_put_into_anothers_mouth():
     text = page(job(failures=[killed]), (), [incident(first=first)])
     assert "PeerLostError" not in text
     assert "after step" not in rows(text)["How"]
-    assert "after step 9" not in text, "it is no line of a log"
+
+
+def test_the_lines_of_a_log_are_told_from_the_exception_by_the_fields() -> None:
+    """With an exception the message begins with it; that of a round has no log at all."""
+    text = page(job(failures=[failure()]))
+    assert [line.strip() for line in text.splitlines() if "|" in line] == ["| last of the status"]
+    text = page(job(failures=[failure(exception=None, message="one\ntwo")]))
+    assert [line.strip() for line in text.splitlines() if "|" in line] == ["| one", "| two"]
+    text = page(job(failures=[failure(inPlace=True, message="ValueError: boom\nafter step 12")]))
+    assert "Last lines" not in text
+    assert "after step 12: ValueError: boom" in rows(text)["How"]
 
 
 def test_a_failure_without_snapshots_says_so():

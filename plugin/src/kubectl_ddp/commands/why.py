@@ -6,7 +6,6 @@ From status.failures, Events and, where they can be read, the evidence beside th
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -29,8 +28,6 @@ _MOST = 300  # characters of such a line
 _NEAR = timedelta(seconds=180)
 _UNKNOWN: Incident = {}
 _CREATING = "ContainerCreating"
-#: In a failure's message, and no line of a log.
-_AFTER = re.compile("after step [0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,8 +259,8 @@ def _how(case: Case) -> str:
     after = f", after step {step}" if isinstance(step, int) and step >= 0 else ""
     words = charges.how(failure)
     said = failure.get("exception") or first.get("exception") or ""
-    if not said and "exitCode" not in failure:
-        said = str(failure.get("message", "")).partition("\n")[0]
+    if not said and "exitCode" not in failure:  # without an end there is no log in it
+        said = str(failure.get("message", ""))
     return f"{words}{after}{': ' if said else ''}{said}"
 
 
@@ -276,8 +273,10 @@ def _step(case: Case) -> object:
 
 def _last_lines(case: Case) -> list[str]:
     """Return the log's end: of the evidence, else what the status has of it."""
-    told = str(case.failure.get("message", "")).splitlines()[1:]
-    log = _kept(case) or [line for line in told if not _AFTER.fullmatch(line)]
+    failure = case.failure
+    # An exception, which "How" shows, is the message's first line; of a round it has no log.
+    log = str(failure.get("message", "")).splitlines()[1 if failure.get("exception") else 0 :]
+    log = _kept(case) or ([] if failure.get("inPlace") else log)
     return [clean(line)[:_MOST] for line in log if line.strip()][-_LINES:]
 
 
