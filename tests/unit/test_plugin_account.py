@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from kubectl_ddp.commands import account
-from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job
+from kubectl_ddp.kubectl import Failure
 
 NOW = datetime(2026, 11, 28, 12, tzinfo=UTC)
 LEDGER = {

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from kubectl_ddp import cli, following, podproxy
+from kubectl_ddp import cli, gang, podproxy
 from kubectl_ddp.commands import logs
-from kubectl_ddp.failure import Failure, Missing
-from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.kubectl import Failure, Kubectl, Missing
 from support.plugin import fake_kubectl, job, pod
 
 Look = tuple[Any, Any]
@@ -19,7 +18,7 @@ Play = Callable[[str, list[Look]], int]
 @pytest.fixture
 def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     """Return a function: a command and what the API server has at each look -> exit code."""
-    monkeypatch.setattr(following, "_PAUSE", 0.0)
+    monkeypatch.setattr(gang, "_PAUSE", 0.0)
     monkeypatch.setattr(podproxy, "read", lambda *_: podproxy.Answers({}))
 
     def run(command: str, looks: list[Look]) -> int:

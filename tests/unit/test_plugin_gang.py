@@ -11,10 +11,9 @@ import ddpjob_contract as contract
 from ddpjob_contract import crd
 from ddpjob_trainer.telemetry import metrics
 from kubectl_ddp import cli, gang, text
-from kubectl_ddp.commands import events, snapshots, status
-from kubectl_ddp.failure import Failure
+from kubectl_ddp.commands import events, pods, status
 from kubectl_ddp.gang import Job, Member, Told
-from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.kubectl import Failure, Kubectl
 from support import plugin
 from support.cluster import ROOT
 
@@ -156,7 +155,7 @@ def test_of_a_job_that_has_ended_nothing_is_expected_any_more():
         found = job(phase=phase)
         assert ("not started yet" in "\n".join(head(found))) == expected
         found.obj["spec"]["snapshot"] = {"path": "/s", "volume": {}}
-        assert ("resume it, or" in snapshots._without_pods(found)) == expected
+        assert ("resume it, or" in pods._without_pods(found)) == expected
 
 
 @pytest.mark.parametrize(

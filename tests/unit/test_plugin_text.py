@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from kubectl_ddp import __main__, cli, podproxy, text
-from kubectl_ddp.failure import Failure, Missing
-from kubectl_ddp.kubectl import Kubectl, explained
+from kubectl_ddp.kubectl import Failure, Kubectl, Missing, explained
 from support.cluster import wait_for
 from support.patience import PATIENCE
 from support.plugin import fake_kubectl, job, pod

@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from kubectl_ddp import cli, cures, evidence, reader
-from kubectl_ddp.commands import charges, why
+from kubectl_ddp.commands import why
 from kubectl_ddp.commands.events import Happening
-from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job
-from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.kubectl import Failure, Kubectl
 from support import plugin
 from support.cluster import ROOT
 from support.patience import PATIENCE, wait_for
@@ -137,7 +136,7 @@ def test_a_signal_from_nobody_knows_where_is_no_removal_of_the_pod():
     ],
 )
 def test_an_end_is_told_by_its_reason(cls, reason, code, words):
-    found = charges.how({"class": cls, "reason": reason, "exitCode": code})
+    found = cures.how({"class": cls, "reason": reason, "exitCode": code})
     assert found.startswith(f"{words} ({cls}")
 
 

@@ -14,14 +14,12 @@ from kubectl_ddp.commands import (
     account,
     events,
     logs,
-    snapshots,
-    stacks,
+    pods,
     status,
     suspension,
     why,
 )
-from kubectl_ddp.failure import Failure
-from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.kubectl import Failure, Kubectl
 from kubectl_ddp.text import clean
 
 _FLAGS = ("namespace", "context", "kubeconfig")
@@ -85,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     _job(one)
     _full(one)
     _job(add("account", "where the job's pod-hours went, its goodput and its end", account.run))
-    one = add("stacks", "stacks of the last process that hung, from each pod", stacks.run)
+    one = add("stacks", "stacks of the last process that hung, from each pod", pods.stacks)
     _job(one)
     _replica(one)
     _job(add("suspend", "remove the pods and keep the job", suspension.suspend))
@@ -93,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     one = add(
         "snapshots",
         "the snapshots of a job, looked up in one of its pods",
-        snapshots.run,
+        pods.snapshots,
         epilog="Needs the right to create pods/exec, and an image with ddpjob-trainer.",
     )
     one.add_argument("verb", nargs="?", choices=["ls"], metavar="ls", help="what it does anyway")

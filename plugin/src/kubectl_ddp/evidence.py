@@ -14,9 +14,8 @@ from typing import Any, Final, cast
 import ddpjob_contract as contract
 from ddpjob_contract.evidence import EVIDENCE_TIME, Incident
 from kubectl_ddp import reader
-from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member
-from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.kubectl import Failure, Kubectl
 from kubectl_ddp.reader import Consent
 
 #: What an Incident has, by type.

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd
 from kubectl_ddp import podproxy
-from kubectl_ddp.failure import Failure, Missing
-from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
+from kubectl_ddp.kubectl import DDPJOBS, Failure, Kubectl, Missing, Object
 from kubectl_ddp.podproxy import Page
-from kubectl_ddp.text import ranges
+from kubectl_ddp.text import clean, ranges
 
 METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
 METRIC_PHASES = "ddpjob_trainer_phase_seconds_total"
@@ -383,3 +385,35 @@ def _shares(metrics: str) -> tuple[float | None, float | None]:
 def moment(text: str | None) -> datetime | None:
     """Parse a time of the API server (RFC 3339); None for anything else."""
     return datetime.fromisoformat(text) if text else None
+
+
+T = TypeVar("T")
+
+_PAUSE = 2.0  # seconds between two looks
+#: A replaced API server is back in seconds; an expired login is not.
+_GIVE_UP = 300.0
+
+
+def looks(kubectl: Kubectl, job: Job) -> Iterator[Job]:
+    """Yield the job, and each later reading, without end; raise Failure."""
+    while True:
+        yield job
+        time.sleep(_PAUSE)
+        job = patiently(partial(look_again, kubectl, job))
+
+
+def patiently(ask: Callable[[], T]) -> T:
+    """Ask until the API server answers; print once why it does not; raise Failure."""
+    give_up, told = time.monotonic() + _GIVE_UP, False
+    while True:
+        try:
+            return ask()
+        except Missing:
+            raise
+        except Failure as failure:
+            if time.monotonic() > give_up:
+                raise
+            if not told:
+                print(f"kubectl-ddp: {clean(str(failure))}: trying on", file=sys.stderr)
+            told = True
+        time.sleep(_PAUSE)

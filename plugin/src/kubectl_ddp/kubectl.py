@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_contract import crd
-from kubectl_ddp.failure import Failure, Missing
+
+
+class Failure(Exception):  # noqa: N818 - the user's word for it
+    """Printed on stderr as `kubectl-ddp: LINE`; the exit code is 1."""
+
+
+class Missing(Failure):
+    """The job is not there, which no further look changes."""
+
 
 Object = dict[str, Any]
 

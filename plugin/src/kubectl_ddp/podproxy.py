@@ -21,8 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from kubectl_ddp.failure import Failure
-from kubectl_ddp.kubectl import Kubectl, explained, forbidden
+from kubectl_ddp.kubectl import Failure, Kubectl, explained, forbidden
 
 _ACCEPTED = r"^/api/v1/namespaces/[^/]+/pods/[^/]+/proxy/(state|metrics)$"
 _SECONDS = 3.0  # for one page ...

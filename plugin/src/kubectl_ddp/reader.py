@@ -24,9 +24,8 @@ from typing import Any
 from ddpjob_contract import USER_ENV
 from ddpjob_contract.text import clean as one_line
 from ddpjob_contract.text import without_credentials
-from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job
-from kubectl_ddp.kubectl import Kubectl, Object, explained
+from kubectl_ddp.kubectl import Failure, Kubectl, Object, explained
 from kubectl_ddp.text import clean
 
 UPLOAD = USER_ENV[0]

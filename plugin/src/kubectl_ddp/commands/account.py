@@ -11,9 +11,8 @@ from typing import Any
 from ddpjob_contract import LEDGER_STATES
 from ddpjob_contract.crd import GPUS, TERMINAL_PHASES
 from kubectl_ddp import gang
-from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, moment
-from kubectl_ddp.kubectl import Kubectl
+from kubectl_ddp.kubectl import Failure, Kubectl
 from kubectl_ddp.text import clean, duration, table
 
 _BAR = 30

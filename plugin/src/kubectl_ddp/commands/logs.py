@@ -13,12 +13,10 @@ from functools import partial
 from typing import IO
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_REPLICA, TERMINAL_PHASES
-from kubectl_ddp import following, gang
-from kubectl_ddp.commands import past
+from kubectl_ddp import evidence, gang, reader
 from kubectl_ddp.commands.status import failure_line, seat_of
-from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, Member
-from kubectl_ddp.kubectl import Kubectl, judge
+from kubectl_ddp.kubectl import Failure, Kubectl, judge
 from kubectl_ddp.text import clean, ranges
 
 #: Looks until a stream that ended before its container counts as broken: kubelets report late.
@@ -32,7 +30,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if options.failed:
         return _failed(kubectl, job, members, _how_much(options))
     if (options.attempt, options.round, options.rank) != (None, None, None):
-        return past.run(kubectl, job, members, options)
+        return _past(kubectl, job, members, options)
     wanted = gang.chosen(job, options.replica)
     if options.follow and job.phase not in TERMINAL_PHASES:
         return _follow(kubectl, job, wanted, _how_much(options))
@@ -80,12 +78,12 @@ def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -
     attempt, version, told, broken = 0, "", "", 0
     with contextlib.ExitStack() as stack:
         streams = _Streams(kubectl, stack)
-        for look in following.looks(kubectl, job):
+        for look in gang.looks(kubectl, job):
             alive = streams.alive()
             if alive and look.version == version and wanted <= streams.followed.keys():
                 continue
             version = look.version
-            members = following.patiently(partial(gang.find_members, kubectl, look))
+            members = gang.patiently(partial(gang.find_members, kubectl, look))
             members = {n: one for n, one in members.items() if n in wanted}
             fresh = {
                 n: one
@@ -169,4 +167,78 @@ def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much:
         return 0
     print(f"\n--- {member.name}, attempt {member.attempt}", flush=True)
     kubectl.show("logs", "-n", job.namespace, member.name, "-c", member.container, *how_much)
+    return 0
+
+
+def _past(
+    kubectl: Kubectl, job: Job, members: Mapping[int, Member], options: argparse.Namespace
+) -> int:
+    """Print it; raise Failure."""
+    for name in ("follow", "since", "replica", "failed"):
+        if getattr(options, name) not in (None, False):
+            raise Failure(f"--{name} does not go with --attempt, --round or --rank: leave it out")
+    for name in ("attempt", "round", "rank"):
+        if (getattr(options, name) or 0) < 0:
+            raise Failure(f"--{name} {getattr(options, name)}: a number from 0")
+    member = _living(job, members, options)
+    if member is not None:
+        return _of_pod(kubectl, job, member, options)
+    words = ["show"]
+    for name in ("attempt", "round", "rank"):
+        if getattr(options, name) is not None:
+            words += [f"--{name}", str(getattr(options, name))]
+    seat = -1 if options.rank is None else _seat(job, options.rank // _nproc(members))
+    allowed = reader.consent(options)
+    text = evidence.read(kubectl, job, members, *words, seat=seat, allowed=allowed)
+    lines = text.splitlines()
+    tail = len(lines) if options.tail is None else max(0, options.tail)
+    for line in lines[len(lines) - tail :]:
+        print(clean(line))
+    return 0
+
+
+def _living(job: Job, members: Mapping[int, Member], options: argparse.Namespace) -> Member | None:
+    """Return the pod that has been the rank's since the attempt, if it is there.
+
+    A pod's log does not say where a round begins, so those lines come from the evidence.
+    """
+    now = job.status.get("attempt", 0)
+    if options.rank is None or options.round is not None or options.node:
+        return None
+    if options.attempt is not None and options.attempt > now:
+        raise Failure(f"--attempt {options.attempt}: {job.name} has had {now}")
+    nproc = _nproc(members)
+    if options.rank >= nproc * job.replicas and members:
+        raise Failure(f"--rank {options.rank}: {job.name} has 0 to {nproc * job.replicas - 1}")
+    member = members.get(_seat(job, options.rank // nproc))
+    moved = bool(job.status.get("serving"))
+    if member is None or not member.started or moved:
+        return None
+    return member if options.attempt is None or member.attempt <= options.attempt else None
+
+
+def _seat(job: Job, replica: int) -> int:
+    return next((seat for one, seat in job.places if one == replica), -1)
+
+
+def _nproc(members: Mapping[int, Member]) -> int:
+    found = (one.environment("PET_NPROC_PER_NODE") for one in members.values())
+    return max(1, next((int(text) for text in found if text.isdecimal()), 1))
+
+
+def _of_pod(kubectl: Kubectl, job: Job, member: Member, options: argparse.Namespace) -> int:
+    """Print the pod's log, of several processes the lines of one."""
+    where = ("-n", job.namespace, member.name, "-c", member.container)
+    nproc = int(member.environment("PET_NPROC_PER_NODE") or 1)
+    tail = -1 if options.tail is None else options.tail
+    if nproc == 1:
+        kubectl.show("logs", *where, f"--tail={tail}")
+        return 0
+    mark = f"[rank {options.rank}] "
+    lines = [
+        line.removeprefix(mark)
+        for line in kubectl.read("logs", *where).splitlines()
+        if line.startswith(mark)
+    ]
+    print("\n".join(lines if tail < 0 else lines[len(lines) - min(tail, len(lines)) :]))
     return 0

@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any
 
 from ddpjob_contract.crd import TERMINAL_PHASES
-from kubectl_ddp import following, gang
-from kubectl_ddp.failure import Failure
+from kubectl_ddp import gang
 from kubectl_ddp.gang import Job, Member, Told, moment
-from kubectl_ddp.kubectl import DDPJOBS, Kubectl, Object
+from kubectl_ddp.kubectl import DDPJOBS, Failure, Kubectl, Object
 from kubectl_ddp.text import NONE, WHOLE, clean, duration, since, table, width, wrapped
 
 _INDENT = 11
@@ -51,12 +50,12 @@ def _print(lines: Sequence[str], refusal: str) -> None:
 def _watch(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> int:
     """Print it after each change; return the exit code of the job's end."""
     version = None
-    for look in following.looks(kubectl, job):
+    for look in gang.looks(kubectl, job):
         if look.version != version:
             if version is not None and not options.output:
                 print(f"\n--- {datetime.now(UTC):%H:%M:%S} UTC")
             shown = partial(_one, kubectl, look, options)
-            _print(*(shown() if version is None else following.patiently(shown)))
+            _print(*(shown() if version is None else gang.patiently(shown)))
             version = look.version
         if look.phase in TERMINAL_PHASES:
             return 0 if look.phase == "Succeeded" else _FAILED

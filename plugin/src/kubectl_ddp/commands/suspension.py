@@ -7,9 +7,8 @@ import json
 
 from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import gang
-from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job
-from kubectl_ddp.kubectl import DDPJOBS, Kubectl
+from kubectl_ddp.kubectl import DDPJOBS, Failure, Kubectl
 
 
 def suspend(kubectl: Kubectl, options: argparse.Namespace) -> int:

@@ -13,11 +13,10 @@ from signal import SIGKILL
 
 from ddpjob_contract.evidence import Incident
 from kubectl_ddp import cures, evidence, gang, reader
-from kubectl_ddp.commands import charges, events
+from kubectl_ddp.commands import events
 from kubectl_ddp.commands.events import Happening
-from kubectl_ddp.failure import Failure
 from kubectl_ddp.gang import Job, moment
-from kubectl_ddp.kubectl import Kubectl, Object
+from kubectl_ddp.kubectl import Failure, Kubectl, Object
 from kubectl_ddp.text import NONE, clean, duration, ranges, since, width, wrapped
 
 _SHOWN = 3  # failures
@@ -124,7 +123,7 @@ def head(
         lines += _row(
             "Progress", f"step {progress['step']}{total}, newest snapshot {kept}", columns
         )
-    lines += _row("Spent", charges.spent(job), columns)
+    lines += _row("Spent", cures.spent(job), columns)
     if job.phase == "Suspended" and found and (saved := _saved(job, found[0])) is not None:
         lines += _row("Saved", f"step {saved}, when it was suspended", columns)
     if not job.failures:
@@ -156,7 +155,7 @@ def cases(
         known.append(_case(job, failure, incident, story, found))
     if everything:
         left = [one for one in found if one not in used and _is_failure(one)]
-        known += [_case(job, charges.forgotten(one), one, story, found) for one in left]
+        known += [_case(job, cures.forgotten(one), one, story, found) for one in left]
         known.sort(key=lambda case: case.at, reverse=True)
     return known
 
@@ -180,7 +179,7 @@ def _case(
         again = min(running, default=None)
     around = [one for one in found if one["began"] <= _written(at) <= one["at"]]
     pods = next((one["pods"] for one in (incident, *around) if one and "pods" in one), {})
-    return Case(failure, incident, pods, charges.of(job, failure), again)
+    return Case(failure, incident, pods, cures.charged_to(job, failure), again)
 
 
 def _written(moment: datetime) -> str:
@@ -257,7 +256,7 @@ def _how(case: Case) -> str:
     first = (case.incident or _UNKNOWN).get("first", {}) if _is_of_first(case) else {}
     step = _step(case)
     after = f", after step {step}" if isinstance(step, int) and step >= 0 else ""
-    words = charges.how(failure)
+    words = cures.how(failure)
     said = failure.get("exception") or first.get("exception") or ""
     if not said and "exitCode" not in failure:  # without an end there is no log in it
         said = str(failure.get("message", ""))
@@ -275,8 +274,8 @@ def _last_lines(case: Case) -> list[str]:
     """Return the log's end: of the evidence, else what the status has of it."""
     failure = case.failure
     # An exception, which "How" shows, is the message's first line; of a round it has no log.
-    log = str(failure.get("message", "")).splitlines()[1 if failure.get("exception") else 0 :]
-    log = _kept(case) or ([] if failure.get("inPlace") else log)
+    told = str(failure.get("message", "")).splitlines()[1 if failure.get("exception") else 0 :]
+    log = _kept(case) or ([] if failure.get("inPlace") else told)
     return [clean(line)[:_MOST] for line in log if line.strip()][-_LINES:]
 
 
@@ -364,7 +363,7 @@ def _lost(case: Case, *, snapshots: bool) -> str:
 
 
 def _then(job: Job, case: Case) -> str:
-    did = charges.did(job, case.failure)
+    did = cures.did(job, case.failure)
     return f"{did}; they ran again at {case.again:%H:%M:%S} UTC" if case.again else did
 
 
