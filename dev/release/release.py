@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from devcluster import baseimage, binaries, images, imagestore, venv
-from devcluster.failure import Failure
+from devcluster import Failure, binaries, venv
+from devcluster.oci import baseimage, images, imagestore
 
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {
@@ -80,7 +80,7 @@ def versions(root: Path = ROOT) -> dict[str, str]:
         read(f"{folder}/src/{package}/__init__.py", r'^__version__ = "(.+)"$')
     read("charts/ddpjob/Chart.yaml", r'^(?:version|appVersion): "?([^"\s]+)"?$')
     read("Dockerfile", r'org\.opencontainers\.image\.version="(.+?)"')
-    read("dev/devcluster/src/devcluster/images.py", r'^VERSION = "(.+)"$')
+    read("dev/devcluster/src/devcluster/oci/images.py", r'^VERSION = "(.+)"$')
     found["CHANGELOG.md"] = newest_section(root)[0]
     return found
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from devcluster import binaries, images, ociarchive
+from devcluster import binaries
+from devcluster.oci import images, ociarchive
 from support import release as support
 from support.cluster import ROOT
 from support.loaded import load

@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from devcluster import cgroups, nodespace, process
+from devcluster import process
 from devcluster.cluster import MARK
 from devcluster.cluster import home as cluster_home
 from devcluster.layout import Layout
+from devcluster.node import cgroups, nodespace
 from support import cluster as support
 from support.cluster import CHECKOUT, DEVCLUSTER, Cluster, wait_for
 from support.patience import PATIENCE, WITHIN

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from devcluster.failure import Failure
+from devcluster import Failure
 from soak.disturbances import FAULTS, SECONDS, Draw, Stage, broken, draws
 from soak.gangs import CLAIM, KINDS, SLOWED, Gang
 from soak.losses import LOSING, LOSSES, MORE, Counts

@@ -7,8 +7,8 @@ import shutil
 import tarfile
 from pathlib import Path
 
-from devcluster import ociarchive
-from devcluster.imagestore import BuiltImage, Layer
+from devcluster.oci import ociarchive
+from devcluster.oci.imagestore import BuiltImage, Layer
 from support.cluster import ROOT
 
 #: What a release is made of.

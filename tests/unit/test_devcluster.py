@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from devcluster import binaries, cluster, host, lifecycle, network, process, volumes
+from devcluster import Failure, binaries, cluster, host, lifecycle, process
 from devcluster.cli import main
 from devcluster.cluster import Cluster, Wanted
-from devcluster.failure import Failure
 from devcluster.layout import MAX_INDEX, MAX_NODES, SERVICE_NETWORK, Layout, check_name, free_index
+from devcluster.node import network, volumes
 from devcluster.process import Register
 from support.cluster import wait_for
 from support.patience import PATIENCE

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from devcluster import images, pypi, venv
-from devcluster.failure import Failure
+from devcluster import Failure, venv
+from devcluster.oci import images
 from support import release
 
 
@@ -59,7 +59,7 @@ def test_the_forms_of_a_name_are_ours_and_others_are_refused_with_the_cure():
 
 
 def test_uv_and_a_build_are_told_what_pip_knows(tmp_path, monkeypatch):
-    settings = pypi.parse_pip_settings(
+    settings = venv.parse_pip_settings(
         ":env:.cert='/env/ca.pem'\n"
         ":env:.find-links='/opt/wheels'\n"
         "global.cert='/file/ca.pem'\n"
@@ -73,18 +73,18 @@ def test_uv_and_a_build_are_told_what_pip_knows(tmp_path, monkeypatch):
         "index-url": "https://mirror.example/a b",
         "trusted-host": "one.example two.example",
     }
-    told = pypi.uv_environment(settings, {"SSL_CERT_FILE": "/mine.pem"})
+    told = venv.uv_environment(settings, {"SSL_CERT_FILE": "/mine.pem"})
     assert "SSL_CERT_FILE" not in told, "the user's own stands"
     assert told["UV_DEFAULT_INDEX"] == "https://mirror.example/a b"
     assert told["UV_FIND_LINKS"] == "/opt/wheels"
     links = "/opt/wheels https://w.example/"
-    assert pypi.reachable_from_elsewhere({"find-links": links}) == {
+    assert venv.reachable_from_elsewhere({"find-links": links}) == {
         "find-links": "https://w.example/"
     }
-    assert pypi.reachable_from_elsewhere({"find-links": "/opt/wheels"}) == {}
+    assert venv.reachable_from_elsewhere({"find-links": "/opt/wheels"}) == {}
     ca = tmp_path / "ca.pem"
     ca.write_text("pem")
-    monkeypatch.setattr(pypi, "pip_settings", lambda: {**settings, "cert": str(ca)})
+    monkeypatch.setattr(venv, "pip_settings", lambda: {**settings, "cert": str(ca)})
     words = images._index_secrets(tmp_path)
     assert words[1::2] == [f"id=ca,src={ca}", f"id=index,src={tmp_path}/index"]
     index = (tmp_path / "index").read_text().splitlines()

@@ -10,8 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from devcluster import binaries
-from devcluster.failure import Failure
+from devcluster import Failure, binaries
 from support import release as support
 from support.cluster import ROOT
 from support.loaded import load
@@ -55,7 +54,7 @@ def test_a_version_that_disagrees_is_named(release, checkout):
         ("trainer/pyproject.toml", '\nversion = "0'),
         *((f"{one}/pyproject.toml", "contract==0") for one in ("operator", "trainer", "plugin")),
         ("operator/src/ddpjob_operator/__init__.py", '__version__ = "0'),
-        ("dev/devcluster/src/devcluster/images.py", 'VERSION = "0'),
+        ("dev/devcluster/src/devcluster/oci/images.py", 'VERSION = "0'),
         ("CHANGELOG.md", "## 0"),
     ):
         text = (checkout / path).read_text()

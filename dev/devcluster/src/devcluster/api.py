@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from devcluster.failure import Failure
+from devcluster import Failure
 from devcluster.layout import Layout
 
 #: Of a request that is not asked again when no answer comes in time.

@@ -16,9 +16,8 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from devcluster import host
+from devcluster import Failure, host
 from devcluster.cachedir import Log, cache_root, digest, ensure_dir, timed
-from devcluster.failure import Failure
 
 KUBERNETES = "v1.36.3"
 #: Names a directory with servers of another version, to try what holds there.

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from devcluster import binaries, cluster, images, kueue, lifecycle, status
+from devcluster import Failure, binaries, cluster, kueue, lifecycle
 from devcluster.api import ApiError
 from devcluster.cluster import Wanted
-from devcluster.failure import Failure
+from devcluster.oci import images
 
 
 def say(line: str) -> None:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         case "down" | "kueue" as command:
             {"down": lifecycle.down, "kueue": kueue.install}[command](name, say)
         case "status":
-            return status.show(name, arguments.json)
+            return lifecycle.show_status(name, arguments.json)
         case "load":
             lifecycle.load(name, arguments.image, say)
         case "image":

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from devcluster import network, process
+from devcluster import Failure, process
 from devcluster.cachedir import LOCKS, Log, digest, locked
-from devcluster.failure import Failure
 from devcluster.layout import MAX_NODES, Layout, Node, check_name, free_index
+from devcluster.node import network
 from devcluster.process import Identity, Register
 
 #: In the environment of every process of a cluster; its value is the cluster's state directory.

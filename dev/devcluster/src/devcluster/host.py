@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from devcluster import Failure
 from devcluster.cachedir import LOCKS, Log, locked, timed
-from devcluster.failure import Failure
 
 #: A program or a file that tells that a package is installed -> the package.
 PACKAGES: dict[str, str] = {"ip": "iproute2", "openssl": "openssl"}

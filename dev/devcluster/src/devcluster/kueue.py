@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from devcluster import binaries, cluster, host, images, ociarchive
+from devcluster import PATIENCE, Failure, binaries, cluster, host
 from devcluster.api import Api, ApiError, connect
 from devcluster.cachedir import Log, cache_root, digest, ensure_dir, timed
-from devcluster.failure import PATIENCE, Failure
-from devcluster.imageload import Containerd
+from devcluster.oci import images, ociarchive
+from devcluster.oci.imagestore import Containerd
 
 NAMESPACE = "kueue-system"
 VERSION = binaries.MODULES["kueue"][1]

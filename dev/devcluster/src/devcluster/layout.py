@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from devcluster import Failure
 from devcluster.cachedir import digest
-from devcluster.failure import Failure
 
 MAX_INDEX = 63
 MAX_NODES = 32

@@ -7,6 +7,8 @@ repaired.
 
 from __future__ import annotations
 
+import http.client
+import json
 import sys
 import time
 import urllib.request
@@ -18,25 +20,13 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from devcluster import (
-    binaries,
-    cgroups,
-    cluster,
-    host,
-    images,
-    kwok,
-    machine,
-    network,
-    pki,
-    process,
-    render,
-    volumes,
-)
+from devcluster import PATIENCE, Failure, binaries, cluster, host, process, render
 from devcluster.api import Api, ApiError, connect
 from devcluster.cachedir import Log
 from devcluster.cluster import Cluster, Wanted
-from devcluster.failure import PATIENCE, Failure
 from devcluster.layout import Layout, Node
+from devcluster.node import cgroups, machine, network, volumes
+from devcluster.oci import images
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[1]
 _NEVER = "1970-01-01T00:00:00Z"
@@ -67,9 +57,9 @@ def up(name: str, wanted: Wanted, wanted_images: Sequence[str], log: Log) -> Clu
 
 def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
     layout = this.layout
-    pki.ensure_cluster(layout)
+    render.ensure_certificates(layout)
     for node in this.members:
-        pki.ensure_node(layout, node)
+        render.ensure_node_certificates(layout, node)
     this.ensure_process("etcd", [programs["etcd"], *render.etcd(layout)])
     wait(this, "etcd", lambda: _answers(f"{layout.etcd}/health"))  # else kube-apiserver gives up
     served, gates = _gang_scheduling(this, programs)
@@ -98,10 +88,10 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
     if this.members:
         _start_shared_services(this, api, programs)
     if "kwok" in programs:
-        this.ensure_process("kwok", [programs["kwok"], *kwok.arguments(layout)])
-        kwok.ensure_nodes(api, this.kwok)
+        this.ensure_process("kwok", [programs["kwok"], *_kwok_arguments(layout)])
+        _ensure_fake_nodes(api, this.kwok)
     elif (fake := this.register.running("kwok")) is not None:
-        kwok.ensure_nodes(api, 0)
+        _ensure_fake_nodes(api, 0)
         process.end([fake])
     wait(this, "controller-manager", lambda: _exists(api, "serviceaccounts/default"))
     wait(this, "controller-manager", lambda: _exists(api, "configmaps/kube-root-ca.crt"))
@@ -132,7 +122,7 @@ def _start_shared_services(this: Cluster, api: Api, programs: dict[str, Path]) -
     api.ensure("/apis/storage.k8s.io/v1/storageclasses", volumes.STORAGE_CLASS)
     python = ["env", f"PYTHONPATH={_PACKAGE_ROOT}", sys.executable, "-u", "-m"]
     arguments = [str(layout.state), str(layout.index)]
-    this.ensure_process("volumes", [*python, "devcluster.volumes", *arguments])
+    this.ensure_process("volumes", [*python, "devcluster.node.volumes", *arguments])
 
 
 def wait(this: Cluster, component: str, done: Callable[[], bool]) -> None:
@@ -258,3 +248,112 @@ def node_command(name: str, verb: str, number: int, log: Log) -> None:
             network.partition(node, cut=verb == "partition")
     done = {"stop": "off", "start": "on and Ready", "partition": "cut off", "heal": "joined again"}
     log(f"{node.name} is {done[verb]}")
+
+
+_CONTROL = ("etcd", "apiserver", "controller-manager", "scheduler")
+_SERVICES = ("coredns", "volumes")
+
+
+def state_of(this: Cluster) -> dict[str, Any]:
+    """Return the state of a cluster; key `ok` tells whether all of it is up."""
+    expected = [*_CONTROL, *(_SERVICES if this.nodes else ()), *(["kwok"] if this.kwok else [])]
+    processes = {name: this.register.running(name) for name in expected}
+    try:
+        api = connect(this.layout)
+        version = api.get("/version")["gitVersion"]
+        listed = {node["metadata"]["name"]: node for node in api.get("/api/v1/nodes")["items"]}
+    except (OSError, ApiError, http.client.HTTPException, Failure):
+        version, listed = None, {}
+    nodes = {}
+    for node in this.members:
+        names = [machine.init_name(node), *(f"{node.name}-{kind}" for kind in machine.KINDS)]
+        running = [this.register.running(name) for name in names]
+        info = listed.get(node.name, {}).get("status", {}).get("nodeInfo", {})
+        conditions = listed.get(node.name, {}).get("status", {}).get("conditions", [])
+        ready = any(one["type"] == "Ready" and one["status"] == "True" for one in conditions)
+        cut = running[0] is not None and network.is_partitioned(node)
+        nodes[node.name] = {
+            "state": "off" if running[0] is None else "partitioned" if cut else "on",
+            "ready": ready,
+            "address": node.address,
+            "missing": [name for name, one in zip(names, running, strict=True) if one is None],
+            "kubelet": info.get("kubeletVersion"),
+            "runtime": info.get("containerRuntimeVersion"),
+        }
+    bridge = network.bridge_is_up(this.layout)
+    up = all(processes.values()) and bridge and version is not None
+    return {
+        "name": this.layout.name,
+        "ok": up
+        and all(n["ready"] and not n["missing"] and n["state"] == "on" for n in nodes.values()),
+        "kubernetes": version,
+        "server": this.layout.server,
+        "kubeconfig": str(this.layout.kubeconfig),
+        "logs": str(this.layout.logs),
+        "bridge": {"name": this.layout.bridge, "up": bridge},
+        "processes": {name: one.pid if one else None for name, one in processes.items()},
+        "nodes": nodes,
+    }
+
+
+def show_status(name: str, as_json: bool) -> int:
+    """Print the state; return 0 when all is up, 3 when something is not."""
+    found = state_of(cluster.require(name))
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return 0 if found["ok"] else 3
+    print(f"cluster {name}: {'up' if found['ok'] else 'NOT all up: run `devcluster up`'}")
+    print(f"  Kubernetes  {found['kubernetes'] or 'API server does not answer'}  {found['server']}")
+    for component, pid in found["processes"].items():
+        print(f"  {component:<20}{f'pid {pid}' if pid else 'DOWN'}")
+    for node, state in found["nodes"].items():
+        ready = "Ready" if state["ready"] else "NotReady"
+        versions = f"{state['kubelet'] or ''}  {state['runtime'] or ''}"
+        missing = f"  DOWN: {' '.join(state['missing'])}" if state["missing"] else ""
+        print(f"  {node:<20}{state['state']}  {ready}  {state['address']}  {versions}{missing}")
+    print(f"  kubeconfig  {found['kubeconfig']}")
+    print(f"  logs        {found['logs']}")
+    return 0 if found["ok"] else 3
+
+
+_STAGES = Path(__file__).resolve().parents[2] / "kwok" / "stages.yaml"
+_MARK = "kwok.x-k8s.io/node"
+_NODES = "/api/v1/nodes"
+
+
+def _kwok_arguments(layout: Layout) -> list[str]:
+    """Return the arguments of kwok: it renews leases before the controller manager looks."""
+    return [
+        f"--kubeconfig={layout.kubeconfig}",
+        f"--config={_STAGES}",
+        f"--manage-nodes-with-annotation-selector={_MARK}=fake",
+        "--node-lease-duration-seconds=20",
+        f"--server-address={layout.loopback}:10247",
+    ]
+
+
+def _fake_node(number: int) -> dict[str, Any]:
+    """Return fake node ``number``, with room for many pods and GPUs."""
+    room = {"cpu": "128", "memory": "2Ti", "pods": "1000", "nvidia.com/gpu": "8"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {
+            "name": f"kwok{number}",
+            "annotations": {_MARK: "fake"},
+            "labels": {"type": "kwok", "kubernetes.io/hostname": f"kwok{number}"},
+        },
+        "spec": {"taints": [{"key": _MARK, "value": "fake", "effect": "NoSchedule"}]},
+        "status": {"allocatable": room, "capacity": room},
+    }
+
+
+def _ensure_fake_nodes(api: Api, count: int) -> None:
+    """Have exactly ``count`` fake nodes."""
+    listed = api.items(f"{_NODES}?labelSelector=type%3Dkwok")
+    present = {found["metadata"]["name"] for found in listed}
+    wanted = {f"kwok{number}": number for number in range(1, count + 1)}
+    for name in present - wanted.keys():
+        api.delete(f"{_NODES}/{name}")
+    for name in sorted(wanted.keys() - present):
+        api.ensure(_NODES, _fake_node(wanted[name]))

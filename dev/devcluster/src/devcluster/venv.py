@@ -12,6 +12,7 @@ than the pinned one, for `make torch-versions`.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import platform
 import subprocess
@@ -20,9 +21,81 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from devcluster import host, pypi
+from devcluster import Failure, host
 from devcluster.cachedir import Log, cache_root, digest, ensure_dir, timed
-from devcluster.failure import Failure
+
+#: pip's setting -> uv's variable.
+_SETTINGS = {
+    "index-url": "UV_DEFAULT_INDEX",
+    "extra-index-url": "UV_INDEX",
+    "find-links": "UV_FIND_LINKS",
+    "no-index": "UV_NO_INDEX",
+    "trusted-host": "UV_INSECURE_HOST",
+    "cert": "SSL_CERT_FILE",
+    "default-timeout": "UV_HTTP_TIMEOUT",
+    "timeout": "UV_HTTP_TIMEOUT",
+    "proxy": "HTTPS_PROXY",
+}
+#: Settings of uv itself that hold on other machines too.
+UV_INDEX_VARIABLES = frozenset({"UV_DEFAULT_INDEX", "UV_INDEX", "UV_INSECURE_HOST"})
+_ENVIRONMENT_SECTION = ":env:"
+
+
+def pip_settings(python: str = sys.executable) -> dict[str, str]:
+    """Return pip's effective settings by bare name; empty when this Python has no pip."""
+    shown = subprocess.run(
+        [python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
+    )
+    return parse_pip_settings(shown.stdout) if shown.returncode == 0 else {}
+
+
+def parse_pip_settings(listing: str) -> dict[str, str]:
+    """Parse `pip config list`, lines of section.name='value'; a PIP_* variable beats a file.
+
+    Only the sections that hold for `pip install` count.
+    """
+    ranks = {"global": 0, "install": 1, _ENVIRONMENT_SECTION: 2}
+    found: dict[str, tuple[int, str]] = {}
+    for line in listing.splitlines():
+        key, separator, quoted = line.partition("=")
+        section, _, name = key.rpartition(".")
+        rank = ranks.get(section)
+        if not separator or rank is None:
+            continue
+        if name not in found or found[name][0] <= rank:
+            found[name] = (rank, " ".join(str(ast.literal_eval(quoted)).split()))
+    return {name: value for name, (_, value) in found.items()}
+
+
+def reachable_from_elsewhere(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings without directories of this host, which a container does not see."""
+    kept = dict(settings)
+    links = [link for link in kept.pop("find-links", "").split() if link.startswith("http")]
+    if links:
+        kept["find-links"] = " ".join(links)
+    return kept
+
+
+def uv_environment(
+    settings: Mapping[str, str], environ: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """Return the variables that make uv reach the index as pip does; none already set."""
+    found: dict[str, str] = {}
+    for name, variable in _SETTINGS.items():
+        value = settings.get(name, "")
+        if value and variable not in environ:
+            found[variable] = value
+    return found
+
+
+def pip_environment(settings: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make another pip reach the index as this host's does."""
+    return {
+        f"PIP_{name.upper().replace('-', '_')}": settings[name]
+        for name in _SETTINGS
+        if name in settings and name != "default-timeout"
+    }
+
 
 _FORMAT = "1"
 _NEEDED_GIBIBYTES = 8
@@ -153,8 +226,8 @@ def _lock_files(requirements: Path, names: Sequence[str]) -> list[Path]:
 def uv_variables(uv: Path) -> dict[str, str]:
     """Return the environment for uv: its cache in ours, the index as pip knows it."""
     # A Python of the system may come without pip; the one beside uv reads the same files.
-    settings = pypi.pip_settings() or pypi.pip_settings(str(uv / "bin/python"))
-    variables = pypi.uv_environment(settings)
+    settings = pip_settings() or pip_settings(str(uv / "bin/python"))
+    variables = uv_environment(settings)
     return {**os.environ, **variables, "UV_CACHE_DIR": str(cache_root() / "uv")}
 
 

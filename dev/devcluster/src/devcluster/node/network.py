@@ -14,8 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from devcluster import host
-from devcluster.failure import Failure
+from devcluster import Failure, host
 from devcluster.layout import MAX_NODES, SERVICE_NETWORK, Layout, Node
 
 _DISABLED, _FORWARDING = "0", "3"  # STP states of a bridge port

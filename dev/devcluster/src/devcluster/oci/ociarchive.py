@@ -1,6 +1,7 @@
 """Packs a file tree as an OCI archive of one layer, without a container tool.
 
-busybox.py and kueue.py make their images so: the same bytes for the same input.
+kueue.py makes its image so, and the pause image and test shell are busybox: the same bytes for
+the same input.
 """
 
 from __future__ import annotations
@@ -9,11 +10,16 @@ import hashlib
 import io
 import json
 import platform
+import shutil
+import subprocess
 import tarfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from devcluster.failure import Failure
+from devcluster import Failure
+from devcluster.cachedir import Log, cache_root, digest, ensure_dir
+from devcluster.render import PAUSE_IMAGE
 
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _OCI = "application/vnd.oci.image"
@@ -72,3 +78,44 @@ def _digest(data: bytes) -> str:
 
 def _descriptor(media_type: str, data: bytes) -> dict[str, object]:
     return {"mediaType": media_type, "digest": _digest(data), "size": len(data)}
+
+
+_BUSYBOX_FORMAT = "1"
+
+
+def busybox(log: Log) -> Path:
+    """Return the image as an OCI archive, made once per version of busybox."""
+    program = Path(shutil.which("busybox") or "/bin/busybox")
+    content = program.read_bytes()
+    home = cache_root() / f"busybox-{digest(_BUSYBOX_FORMAT, content)}"
+
+    def make(aside: Path) -> None:
+        listed = subprocess.run(
+            [str(program), "--list"], capture_output=True, text=True, check=True
+        )
+        (aside / "image.tar").write_bytes(busybox_image(content, listed.stdout.split()))
+
+    ensure_dir(home, make, log)
+    return home / "image.tar"
+
+
+def busybox_image(program: bytes, applets: list[str]) -> bytes:
+    """Return the OCI archive; the same bytes for the same input."""
+    config = {"Cmd": ["/bin/sleep", "2147483647"], "Env": ["PATH=/bin"]}
+    return pack(PAUSE_IMAGE, _busybox_layer(program, applets), config)
+
+
+def _busybox_layer(program: bytes, applets: list[str]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, mode in (("bin", 0o755), ("etc", 0o755), ("tmp", 0o1777)):
+            directory = tarfile.TarInfo(name)
+            directory.type, directory.mode = tarfile.DIRTYPE, mode
+            tar.addfile(directory)
+        add(tar, "bin/busybox", program, 0o755)
+        add(tar, "etc/passwd", b"root:x:0:0:root:/:/bin/sh\n", 0o644)
+        for applet in sorted(set(applets) - {"busybox"}):
+            link = tarfile.TarInfo(f"bin/{applet}")
+            link.type, link.linkname = tarfile.SYMTYPE, "busybox"
+            tar.addfile(link)
+    return packed.getvalue()

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from devcluster.failure import PATIENCE, Failure
+from devcluster import PATIENCE, Failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from devcluster import host
+from devcluster import Failure, host
 from devcluster.cachedir import Log, digest, timed
-from devcluster.failure import Failure
-from devcluster.imagestore import Store, reason
+from devcluster.oci.imagestore import Store, reason
 
 _FORMAT = "1"
 _SUITE = "bookworm"

@@ -1,6 +1,6 @@
 """The shared volume: directories of the host behind ReadWriteMany claims of class `shared`.
 
-Run as a process of the cluster (`python3 -m devcluster.volumes STATE INDEX`). A claim gets a
+Run as a process of the cluster (`python3 -m devcluster.node.volumes STATE INDEX`). A claim gets a
 directory that anyone may write, as trainers do not run as root; when the claim is deleted the
 volume and the directory go too. All state is in the API, so it may be restarted at any moment.
 """

@@ -10,11 +10,12 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from devcluster import busybox, cgroups, host, network, process, render
+from devcluster import PATIENCE, Failure, host, process, render
 from devcluster.cachedir import Log, digest
 from devcluster.cluster import MARK, Cluster
-from devcluster.failure import PATIENCE, Failure
 from devcluster.layout import Node
+from devcluster.node import cgroups, network
+from devcluster.oci import ociarchive
 from devcluster.process import Identity
 
 _SCRIPT = Path(__file__).with_name("nodespace.py")
@@ -131,7 +132,7 @@ def ensure_containerd(cluster: Cluster, node: Node, log: Log) -> None:
     if ensure_component(cluster, node, "containerd", argv, text):
         wait_for_socket(cluster, node)
         if not has_image(node.containerd_socket, render.PAUSE_IMAGE):
-            load_archive(node.containerd_socket, busybox.archive(log))
+            load_archive(node.containerd_socket, ociarchive.busybox(log))
 
 
 def wait_for_socket(cluster: Cluster, node: Node) -> None:

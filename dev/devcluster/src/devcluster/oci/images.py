@@ -18,13 +18,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from devcluster import baseimage, host, pypi
+from devcluster import Failure, host, venv
 from devcluster.cachedir import Log, cache_root, digest, locked, timed
-from devcluster.failure import Failure
-from devcluster.imageload import Containerd, load_archive, load_image
-from devcluster.imagestore import BuiltImage, Store, step_shower
+from devcluster.oci import baseimage
+from devcluster.oci.imagestore import (
+    BuiltImage,
+    Containerd,
+    Store,
+    load_archive,
+    load_image,
+    step_shower,
+)
 
-CHECKOUT = Path(__file__).resolve().parents[4]
+CHECKOUT = Path(__file__).resolve().parents[5]
 VERSION = "0.1.0"
 TARGETS = ("operator", "trainer")
 _FORMAT = "1"
@@ -236,11 +242,11 @@ def _build(store: Store, target: str, name: str, base: str, checkout: Path, log:
 
 def _index_secrets(directory: Path) -> list[str]:
     """Write what a build step needs to reach the package index as this host does."""
-    settings = pypi.reachable_from_elsewhere(pypi.pip_settings())
+    settings = venv.reachable_from_elsewhere(venv.pip_settings())
     ca = settings.pop("cert", None) or os.environ.get("SSL_CERT_FILE")
     variables = {"UV_CACHE_DIR": _CACHE_IN_BUILD, "UV_NO_CACHE": "0"}
-    variables |= pypi.uv_environment(settings) | pypi.pip_environment(settings)
-    variables |= {name: os.environ[name] for name in pypi.UV_INDEX_VARIABLES & os.environ.keys()}
+    variables |= venv.uv_environment(settings) | venv.pip_environment(settings)
+    variables |= {name: os.environ[name] for name in venv.UV_INDEX_VARIABLES & os.environ.keys()}
     words: list[str] = []
     if ca and Path(ca).is_file():
         variables |= {"SSL_CERT_FILE": _CA_IN_BUILD, "PIP_CERT": _CA_IN_BUILD}

@@ -1,0 +1,1 @@
+"""The images: built (images, baseimage), kept and loaded (imagestore), or packed (ociarchive)."""
