@@ -94,7 +94,7 @@ def odd(tmp_path: Path, text: str, *words: str, options: tuple[str, ...] = ()) -
 ODD: dict[str, tuple[str, int, str]] = {
     "no step": ("print('hello'); raise SystemExit\n", 3, "no step"),
     "reads stdin": ("input()\n", 3, "EOFError"),
-    "data beside its folder": ("open('../data/x')\n", 3, "--link PATH for what it reads outside"),
+    "data beside its folder": ("open('../data/x')\n", 3, "--link PATH for what it reads"),
     "checkpoints outside": (
         "import sys, tempfile; sys.argv += ['--out', tempfile.gettempdir() + '/kept']\n", 3,
         "outside of its working directory",

@@ -51,7 +51,7 @@ def test_the_table_has_states_by_kind_and_causes_by_size():
 def test_what_nobody_knows_is_said_with_its_cure():
     ledger = {**LEDGER, "podSeconds": {"unknown": 90.0, "starting": 10.0}, "recovering": {}}
     text = "\n".join(account.lines(job("Succeeded", ledger=ledger, goodput=0), NOW))
-    assert "Unknown:   90.0%: no steps are told" in text
+    assert "Unknown:   90.0%: no steps were reported" in text
     assert "follow" not in text, "a job that has ended is booked to its end"
 
 

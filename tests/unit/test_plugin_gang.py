@@ -12,7 +12,7 @@ from ddpjob_contract import crd
 from ddpjob_trainer.telemetry import metrics
 from kubectl_ddp import cli, gang, text
 from kubectl_ddp.commands import events, pods, status
-from kubectl_ddp.gang import Job, Member, Told
+from kubectl_ddp.gang import Job, Member, Report
 from kubectl_ddp.kubectl import Failure, Kubectl
 from support import plugin
 from support.cluster import ROOT
@@ -133,7 +133,7 @@ def test_where_pods_stand_by_each_row_says_who_serves():
     found = job(phase="Running", serving="1:3", failures=[failed])
     found.obj["spec"] |= {"replicas": 3, "standby": 2}
     members = {n: Member(pod(n, state={"running": {}})) for n in (0, 2, 3, 4)}
-    lines = status.gang_table(found, members, {3: Told({"step": 7})}, NOW)[1:]
+    lines = status.gang_table(found, members, {3: Report({"step": 7})}, NOW)[1:]
     assert [line.split("   ")[0] for line in lines] == [
         "0", "1 (pod 3)", "2", "standby (pod 1)", "standby (pod 4)"
     ]  # fmt: skip
@@ -161,10 +161,10 @@ def test_of_a_job_that_has_ended_nothing_is_expected_any_more():
 @pytest.mark.parametrize(
     ("say", "words"),
     [
-        (Told({"phase": "startup"}), "so none is watched for hangs: plain scripts never do"),
-        (Told({"phase": "startup", "updatedAt": at(5)}), "no process has hung in the pods"),
-        (Told({"phase": "step", "step": 3}), "no process has hung in the pods"),
-        (Told(), "no answer from d-0: .* torchrun or python have none, and so no stacks"),
+        (Report({"phase": "startup"}), "so none is watched for hangs: plain scripts never do"),
+        (Report({"phase": "startup", "updatedAt": at(5)}), "no process has hung in the pods"),
+        (Report({"phase": "step", "step": 3}), "no process has hung in the pods"),
+        (Report(), "no answer from d-0: .* torchrun or python have none, and so no stacks"),
     ],
 )
 def test_without_stacks_it_is_said_whether_anybody_watches(say, words, monkeypatch, capsys):
@@ -198,8 +198,8 @@ class TestPages:
         told = gang.understood(b'{"printed": {"step": 4, "loss": 0.5}}', b"")
         assert (told.number("step"), told.number("loss")) == (4, 0.5)
         for state in (b"", b"[1]", b"{", b"\xff", b"[" * 100_000):
-            assert gang.understood(state, b"ddpjob_trainer_step_seconds_sum ..\n") == Told()
-        told = Told({"step": True, "loss": "x", "stacks": 3})
+            assert gang.understood(state, b"ddpjob_trainer_step_seconds_sum ..\n") == Report()
+        told = Report({"step": True, "loss": "x", "stacks": 3})
         assert (told.number("step"), told.number("loss"), told.text("stacks")) == (None, None, "")
 
 
@@ -229,7 +229,7 @@ class TestMember:
 
 class TestStatus:
     def test_a_job_that_nobody_has_seen(self):
-        assert status.job_row(job(), Told(), 0.0) == ["d", "-", "-", "-", "0", "-", "-", "-"]
+        assert status.job_row(job(), Report(), 0.0) == ["d", "-", "-", "-", "0", "-", "-", "-"]
         assert any("does it run?" in line for line in head(job()))
 
     def test_the_head_has_reason_budget_and_failure(self):
@@ -282,7 +282,7 @@ class TestStatus:
         assert events.lines(story, NOW, 80, text.WHOLE)[-1].strip() == "h"
 
     def test_for_programs_there_are_only_numbers_that_json_has(self):
-        say = Told({"step": 9, "loss": float("nan"), "phase": "body"}, 1.767e9, float("inf"))
+        say = Report({"step": 9, "loss": float("nan"), "phase": "body"}, 1.767e9, float("inf"))
         members = {0: Member(pod(state={"running": {}}, uid="p"))}
         found = status.facts(job(), members, {0: say})
         assert found["replicas"] == [
@@ -295,7 +295,7 @@ class TestStatus:
         assert found["job"] == job().obj
         json.dumps(found, allow_nan=False)
         page = (ROOT / "docs/reference/plugin.md").read_text()
-        say = Told(dict.fromkeys(status._NUMBERS, 1) | {"phase": "p"}, 1.0, 1.0)
+        say = Report(dict.fromkeys(status._NUMBERS, 1) | {"phase": "p"}, 1.0, 1.0)
         (one, _) = status.facts(job(), members, {0: say})["replicas"]
         assert [field for field in one if f"`{field}`" not in page] == []
 
@@ -309,18 +309,18 @@ class TestStatus:
         resumed = "another DDPJob (uid a): its snapshot"
         found = job(progress={"step": 7, "totalSteps": 90, "snapshotStep": 5, "resumed": resumed})
         say = {"step": 9, "snapshotStep": 8, "resumed": {"step": 4, "uid": "a"}}
-        lines = head(found, {0: Told(say, NOW.timestamp() - 4)})
+        lines = head(found, {0: Report(say, NOW.timestamp() - 4)})
         assert "Progress:  step 9/90" in lines
         assert "Snapshot:  step 8, 4s ago" in lines
         assert f"Began:     from {resumed}" in lines
-        assert "Progress:  starting up" in head(job(), {0: Told({"phase": "startup"})})
+        assert "Progress:  starting up" in head(job(), {0: Report({"phase": "startup"})})
 
     def test_a_plain_script_tells_no_steps_and_is_not_starting_up_for_ever(self):
         found = job(phase="Running")
-        plain = {0: Told({"phase": "startup"})}
+        plain = {0: Report({"phase": "startup"})}
         words = "running, no steps yet: it starts, or is a plain script, without ddp.start() or an"
         assert f"Progress:  {words} adapter" in head(found, plain)
-        ours = {0: Told({"phase": "startup", "updatedAt": at(5)})}
+        ours = {0: Report({"phase": "startup", "updatedAt": at(5)})}
         assert "Progress:  starting up" in head(found, ours)
         assert [row(found, told)[5] for told in (plain, ours)] == ["-", "startup"]
         assert row(job(phase="Starting"), plain)[5] == "startup"
@@ -346,10 +346,10 @@ class TestStatus:
     def test_in_a_stall_the_age_of_the_last_step_is_told_and_no_rate(self):
         words = {"step": 9, "samplesPerSecond": 5.0, "updatedAt": at(480)}
         found = job(phase="Running")
-        assert "Progress:  step 9, last told 8m ago" in head(found, {0: Told(words)})
-        fresh = {0: Told({**words, "updatedAt": at(5)})}
+        assert "Progress:  step 9, last reported 8m ago" in head(found, {0: Report(words)})
+        fresh = {0: Report({**words, "updatedAt": at(5)})}
         assert "Progress:  step 9, 5 samples/s" in head(found, fresh)
-        assert row(found, {0: Told(words, rate=2.0)})[5:7] == ["9", "-"]
+        assert row(found, {0: Report(words, rate=2.0)})[5:7] == ["9", "-"]
 
     def test_the_exception_is_shown_or_the_end_of_the_log_or_all_of_it(self):
         log = "\n".join(f"line {n}" for n in range(9))
@@ -375,7 +375,7 @@ class TestStatus:
     def test_a_row_for_each_replica_whether_it_has_a_pod_or_not(self):
         found = job(failures=[FAILURE, {**FAILURE, "exitCode": 137, "signal": 9, "class": "OOM",
                                         "reason": "OOMKilled", "detectedAt": at(5)}])  # fmt: skip
-        told = {0: Told({"phase": "startup", "round": 1})}
+        told = {0: Report({"phase": "startup", "round": 1})}
         lines = status.gang_table(found, {0: Member(pod(state={"running": {}}))}, told, NOW)
         assert [line.split() for line in lines[1:]] == [
             ["0", "n1", "Running", "yes", "1", "startup", *["-"] * 5],
@@ -446,11 +446,11 @@ class TestStrangers:
         assert gang.understood(b"{}", lines).snapshot_at is None
 
     def test_words_instead_of_numbers_and_long_ones(self):
-        told = {0: Told({"step": "x" * 10, "snapshotStep": ["y"], "loss": {}, "totalSteps": "z"})}
+        told = {0: Report({"step": "x" * 10, "snapshotStep": ["y"], "loss": {}, "totalSteps": "z"})}
         lines = "\n".join(head(job(phase="Running"), told))
         assert "xxx" not in lines
         assert "step -" in lines
-        assert len(" ".join(row(job(phase="Running"), {0: Told({"phase": "p" * 10**6})}))) < 1000
+        assert len(" ".join(row(job(phase="Running"), {0: Report({"phase": "p" * 10**6})}))) < 1000
 
     def test_pods_that_only_claim_to_be_members(self):
         ours = {"ownerReferences": [{"controller": True, "uid": "u"}]}

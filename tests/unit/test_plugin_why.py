@@ -88,7 +88,7 @@ def test_a_failure_on_one_page():
         "2 steps, from 10 to 12 and 8s until its pods ran again (all: kubectl ddp account)"
     )
     assert found["Then"] == "all pods were made again; they ran again at 12:00:08 UTC"
-    assert found["Do"].startswith("see to the exception")
+    assert found["Do"].startswith("read the exception")
 
 
 def test_the_status_alone_is_enough_for_a_page():
@@ -101,7 +101,7 @@ def test_the_status_alone_is_enough_for_a_page():
 
 
 @pytest.mark.parametrize(
-    ("reason", "code", "cure"), [("OutOfcpu", None, "ask for less"), ("StartError", 128, "paths")]
+    ("reason", "code", "cure"), [("OutOfcpu", None, "request less"), ("StartError", 128, "paths")]
 )
 def test_a_pod_that_its_node_would_not_start(reason, code, cure):
     """It was the node's doing once; again and again it is the job's."""

@@ -20,25 +20,25 @@ _OF_REASON: Final[Mapping[str, str]] = {
     "ProbeFailed": "see kubectl ddp events {job}; give the probe more time (failureThreshold,"
     " timeoutSeconds), or take it out: spec.hang ends a hung program",
     "DeadlineExceeded": "take activeDeadlineSeconds out of the template: spec has one for the job",
-    "ContainerRestarted": "find out who restarts containers in the pod: the trainer's state goes"
-    " with it",
-    "InitContainerFailed": "see to the init container: its last words are above",
-    "StartError": "see to the command, the paths of the template and the runtime: the message has"
-    " the runtime's words",
+    "ContainerRestarted": "find out what restarts containers in the pod: the trainer's state is"
+    " lost with it",
+    "InitContainerFailed": "fix the init container; its last lines are above",
+    "StartError": "check the command and the paths of the template, and the runtime, which the"
+    " message quotes",
     "NodeLost": "nothing, it was not the program; if the machine comes back look at its log",
     "NodeSilent": "nothing, it was not the program; look at the machine's network",
     "Evicted": "nothing, if it was a drain; else the node lacked memory or disk: set requests",
-    "NamesNotResolved": "see to the cluster's DNS, and to dnsPolicy and dnsConfig of the template",
+    "NamesNotResolved": "check the cluster's DNS, and dnsPolicy and dnsConfig of the template",
     "SIGTERM": "find out who sent SIGTERM: a script in the pod, an admin",
     "DeletionByTaintManager": "nothing, it was not the program; look at the node",
     "PodDeleted": "nothing, if you did it: else find out who deletes pods (audit log)",
 }
 #: Of a pod that its node did not take.
 _REFUSED: Final = (
-    "see to what its node says: ask for less, mend the node, or leave its choice to the scheduler"
+    "read what its node says: request less, repair the node, or let the scheduler choose one"
 )
 _OF_CLASS: Final[Mapping[str, str]] = {
-    "User": "see to the exception and the lines above: the program ended by itself",
+    "User": "read the exception and the log lines above: the program exited on its own",
     "Killed": "find out who sent SIGKILL: an admin, a script; or the kernel, short of memory on"
     " the node (kubectl describe node)",
     "OOM": "raise the container's memory limit, or use less: smaller batches, fewer workers",
@@ -67,18 +67,18 @@ _OF_CONDITION: Final[Mapping[str, str]] = {
     "DeletionRefused": "ask those who run what refuses it; it is tried again",
     "NameConflict": "delete or rename the object that is in the way",
     "NodeNotReady": "docs/guides/nodes.md: the message has the command",
-    "NodesNotReady": "see to the control plane and its network",
+    "NodesNotReady": "check the control plane and its network",
     "WaitingForCause": "wait a minute",
-    "NamesNotResolved": "see to the cluster's DNS",
+    "NamesNotResolved": "check the cluster's DNS",
     "WaitingForReplicas": "look at those that run: kubectl ddp status {job}",
-    "CrashLooping": "see to the failures below: while their cause lasts it goes on like this",
+    "CrashLooping": "fix the cause of the failures below; until then it restarts again and again",
     "CreationFailed": "see the message; it is tried again",
     "SpecInvalid": "correct the field that the message names",
     "TemplateChanged": "change it back, or suspend and resume",
     "SnapshotChanged": "change it back; snapshots elsewhere need a new DDPJob",
     "PodRefused": "suspend, correct the template, resume",
-    "MaxRestartsExceeded": "see to the failures below, then delete the job and apply it again: it"
-    " goes on from the newest snapshot",
+    "MaxRestartsExceeded": "fix the cause of the failures below, then delete the job and apply it"
+    " again: it goes on from the newest snapshot",
     "SameFailure": "correct the program or its data: it would fail at this step again",
     "MaxDisruptionsExceeded": "look at the nodes, then apply it again",
     "PermanentFailure": "correct what the failure below names, then apply it again",

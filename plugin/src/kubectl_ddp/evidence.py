@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, get_args, get_origin, get_type_hints, is_typeddict
 
 import ddpjob_contract as contract
 from ddpjob_contract.evidence import EVIDENCE_TIME, Incident
@@ -18,24 +18,7 @@ from kubectl_ddp.gang import Job, Member
 from kubectl_ddp.kubectl import Failure, Kubectl
 from kubectl_ddp.reader import Consent
 
-#: What an Incident has, by type.
-_KINDS: Final[Mapping[str, type]] = {
-    "uid": str, "attempt": int, "round": int, "began": str, "at": str, "cause": dict, "why": str,
-    "lost": dict, "signal": int, "first": dict, "firstReplica": int, "firstPod": str,
-    "failed": list, "followed": list, "stopped": list, "succeeded": list, "running": list,
-    "silent": dict, "tails": dict, "step": int, "snapshotStep": int, "nproc": int, "pods": dict,
-    "stacks": list,
-    "flight": list,
-}  # fmt: skip
-_OF_FIRST: Final[Mapping[str, type]] = {
-    "rank": int, "end": str, "code": int, "signal": int, "exception": str, "step": int,
-    "snapshotStep": int, "log": list,
-}  # fmt: skip
-_OF_CAUSE: Final[Mapping[str, type]] = {
-    "rank": int, "replica": int, "kind": str, "snapshotStep": int, "step": int
-}  # fmt: skip
 _NEEDED: Final = frozenset({"uid", "attempt", "round", "began", "at"})
-_RANKS: Final = frozenset({"failed", "followed", "stopped", "succeeded", "running", "stacks"})
 _NO_COMMAND = re.compile("invalid choice: 'evidence'|executable file not found")
 
 
@@ -90,27 +73,28 @@ def parsed(text: str) -> list[Incident]:
         raise Failure("the evidence could not be read: it is no JSON") from None
     if not isinstance(found, list):
         return []
-    checked = [_checked(one, _KINDS) for one in found if isinstance(one, dict)]
-    return [cast("Incident", one) for one in checked if one.keys() >= _NEEDED]
+    checked: list[Incident] = [_checked(one, Incident) for one in found if isinstance(one, dict)]
+    return [
+        one
+        for one in checked
+        if one.keys() >= _NEEDED
+        and all(EVIDENCE_TIME.fullmatch(time) for time in (one["began"], one["at"]))
+    ]
 
 
-def _checked(one: Mapping[str, Any], kinds: Mapping[str, type]) -> dict[str, Any]:
-    """Keep the fields of the right type, and in lists and maps the values of theirs."""
-    kept = {name: one[name] for name, kind in kinds.items() if type(one.get(name)) is kind}
-    for name in _RANKS & kept.keys():
-        kept[name] = [rank for rank in kept[name] if type(rank) is int]
-    for name in {"began", "at"} & kept.keys():
-        if not EVIDENCE_TIME.fullmatch(kept[name]):
-            del kept[name]
-    if "first" in kept:
-        kept["first"] = _checked(kept["first"], _OF_FIRST)
-    if "log" in kept:
-        kept["log"] = list(map(str, kept["log"]))
-    if "cause" in kept:
-        kept["cause"] = _checked(kept["cause"], _OF_CAUSE)
-    for name in {"lost", "silent"} & kept.keys():
-        kept[name] = {str(key): str(value) for key, value in kept[name].items()}
-    if "tails" in kept:
-        tails = kept["tails"].items()
-        kept["tails"] = {pod: list(map(str, log)) for pod, log in tails if isinstance(log, list)}
-    return kept
+def _checked(value: Any, kind: Any) -> Any:
+    """Return what of a value is of a type of the contract, None if nothing is."""
+    if is_typeddict(kind):
+        given, kinds = value if isinstance(value, dict) else {}, get_type_hints(kind)
+        found = {name: _checked(given.get(name), each) for name, each in kinds.items()}
+        return {name: one for name, one in found.items() if one is not None}
+    origin = get_origin(kind)
+    if origin not in (list, dict):
+        # A Literal is any string: a newer launcher may know more of them.
+        return value if type(value) is (int if kind is int else str) else None
+    if type(value) is not origin:
+        return None
+    *_, inner = get_args(kind)
+    if origin is list:
+        return [kept for one in value if (kept := _checked(one, inner)) is not None]
+    return {key: kept for key, one in value.items() if (kept := _checked(one, inner)) is not None}

@@ -227,7 +227,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Report:
     """The pages of one pod's trainer; a field without a value is None.
 
     ``state``: the body of /state. ``snapshot_at``: Unix time. ``rate``: steps per second of the
@@ -324,7 +324,7 @@ def find_first(kubectl: Kubectl, jobs: Iterable[Job], *where: str) -> dict[str, 
 
 def ask(
     kubectl: Kubectl, pods: Iterable[tuple[Job, int, Member | None]], *names: str
-) -> tuple[dict[tuple[str, str, int], Told], str]:
+) -> tuple[dict[tuple[str, str, int], Report], str]:
     """Ask these replicas' trainers; return answers by namespace, job and replica, or why none came.
 
     ``names``: the pages to read, of state and metrics.
@@ -332,16 +332,16 @@ def ask(
     pods = list(pods)
     pages = [job.page(name, n, member) for job, n, member in pods for name in names]
     answers = podproxy.read(kubectl, pages)
-    told = {}
+    reports = {}
     for job, replica, member in pods:
         parts = {name: answers.bodies.get(job.page(name, replica, member), b"") for name in names}
-        told[job.namespace, job.name, replica] = understood(
+        reports[job.namespace, job.name, replica] = understood(
             parts.get("state", b""), parts.get("metrics", b"")
         )
-    return told, answers.refusal
+    return reports, answers.refusal
 
 
-def understood(state: bytes, metrics: bytes) -> Told:
+def understood(state: bytes, metrics: bytes) -> Report:
     """Parse the two pages of a trainer, or the rest of them."""
     try:
         body = json.loads(state)
@@ -355,8 +355,8 @@ def understood(state: bytes, metrics: bytes) -> Told:
             continue
         if name == METRIC_SNAPSHOT_AT and abs(number) < _MOST:
             newest = max(number, newest or 0.0) or None
-    told = Told(with_printed(body), newest, None, *_shares(page))
-    return replace(told, rate=told.number("stepsPerSecond"))
+    report = Report(with_printed(body), newest, None, *_shares(page))
+    return replace(report, rate=report.number("stepsPerSecond"))
 
 
 def with_printed(body: object) -> Mapping[str, Any]:
@@ -404,7 +404,7 @@ def looks(kubectl: Kubectl, job: Job) -> Iterator[Job]:
 
 def patiently(ask: Callable[[], T]) -> T:
     """Ask until the API server answers; print once why it does not; raise Failure."""
-    give_up, told = time.monotonic() + _GIVE_UP, False
+    give_up, warned = time.monotonic() + _GIVE_UP, False
     while True:
         try:
             return ask()
@@ -413,7 +413,7 @@ def patiently(ask: Callable[[], T]) -> T:
         except Failure as failure:
             if time.monotonic() > give_up:
                 raise
-            if not told:
+            if not warned:
                 print(f"kubectl-ddp: {clean(str(failure))}: trying on", file=sys.stderr)
-            told = True
+            warned = True
         time.sleep(_PAUSE)

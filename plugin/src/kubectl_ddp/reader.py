@@ -115,7 +115,7 @@ def read(kubectl: Kubectl, job: Job, command: Sequence[str], allowed: Consent) -
         raise Failure(
             f"no pod of {job.name} runs, and none is made to read what its launchers kept: {what},"
             " and a pod with your rights would give that to the job's image. --trust-job makes it,"
-            f" where you would let the job's owner have it; else {by_hand(job)}"
+            f" where you would let the job's owner have it; else, by hand, {by_hand(job)}"
         )
     name = f"{job.name[:40]}-evidence-{secrets.token_hex(3)}"
     body = manifest(job, name, command, allowed)
@@ -240,7 +240,7 @@ def _made(kubectl: Kubectl, job: Job, body: Object) -> Iterator[None]:
         ) as process:  # fmt: skip
             _, said = process.communicate(json.dumps(body))
         if process.returncode:
-            raise Failure(f"{explained(said)}; {by_hand(job)}")
+            raise Failure(f"{explained(said)}; by hand: {by_hand(job)}")
         yield
     finally:
         delete = ("delete", "pod", *where, name, "--ignore-not-found", "--wait=false", "--now")
@@ -251,16 +251,13 @@ def _made(kubectl: Kubectl, job: Job, body: Object) -> Iterator[None]:
             print(f"kubectl-ddp: {clean(str(failure))}; {said}", file=sys.stderr)
 
 
-def by_hand(job: Job) -> str:
-    """Say how to do the same without this command."""
+def by_hand(job: Job, command: str = "evidence show") -> str:
+    """Return the command that does the same without this one, and the pod that it needs."""
     path = job.spec["snapshot"]["path"]
     volume = job.spec["snapshot"].get("volume") or {}
     claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
     what = f"claim {claim}" if claim else "its snapshot volume"
-    return (
-        f"by hand: `ddpjob-trainer evidence show {path}/{job.name}` in a pod that mounts {what} at"
-        f" {path}"
-    )
+    return f"`ddpjob-trainer {command} {path}/{job.name}` in a pod that mounts {what} at {path}"
 
 
 def _ended(kubectl: Kubectl, job: Job, name: str, allowed: Consent) -> tuple[str, Object]:
@@ -280,7 +277,7 @@ def _ended(kubectl: Kubectl, job: Job, name: str, allowed: Consent) -> tuple[str
         if waited > _SECONDS:
             more = "" if allowed.trusted else "with --trust-job it goes where the job's pods go; "
             late = f"pod {name} has not run within {_SECONDS:.0f} s: {why}"
-            raise Failure(f"{late}; {more}{by_hand(job)}")
+            raise Failure(f"{late}; {more}by hand: {by_hand(job)}")
         if waited > _SAY_AFTER and why != shown:
             shown = why
             print(f"waiting for pod {name}: {clean(why)}", file=sys.stderr)

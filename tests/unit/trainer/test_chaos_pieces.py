@@ -244,7 +244,7 @@ def test_what_each_rank_has_for_itself_is_recorded_too(tmp_path):
     story = recorded(tmp_path, state, committed=True)
     assert {"parameters", "registered all", "own each"} <= story.hashes[0].keys()
     two, half = "0x1.0000000000000p+1", "0x1.0000000000000p-1"
-    assert story.told == {(3, "evaluate()"): {json.dumps({"hits": two, "loss": half})}}
+    assert story.reported == {(3, "evaluate()"): {json.dumps({"hits": two, "loss": half})}}
 
 
 def test_a_rank_at_its_end_stands_there_until_every_kill_was_made(tmp_path, monkeypatch):

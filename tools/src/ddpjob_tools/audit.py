@@ -71,7 +71,7 @@ _OPTIONS: tuple[verb.Option, ...] = (
     ("--resume-args WORDS", str, "",
      "more arguments when it is started again, as '--resume last.pt' (default: none)"),
     ("--resume-when GLOB", str, "",
-     "checkpoints, as 'out/*.pt': {newest} in --resume-args stands for the newest"),
+     "checkpoints, as 'out/*.pt': {newest} in --resume-args is the newest"),
     ("--seed N", int, None,
      "seed torch, random and numpy at each start, of a script that does not"),
     ("--kill-after STEP", int, None, "default: within an epoch after the first, past a checkpoint"),
@@ -199,9 +199,9 @@ class Audit:
         end = self._run(name, title, stop_at=self._script.stop_after)
         if end.code:
             raise ProofError(
-                f"the script fails by itself, with exit code {end.code} after step {end.steps}; see"
-                " that it runs to its end (or give --stop-after STEP; --link PATH for what it reads"
-                f" outside of this folder, as ../data). The end of its output:\n{end.tail}"
+                f"the script fails on its own, with exit code {end.code} after step {end.steps};"
+                " see that it runs to its end (or give --stop-after STEP; --link PATH for what it"
+                f" reads outside of this folder, as ../data). The end of its output:\n{end.tail}"
             )
         if end.steps < _FEWEST:
             few = f"only {end.steps} steps" if end.steps else "no step"
@@ -234,7 +234,7 @@ class Audit:
             )
         if end.code is not None:
             raise ProofError(
-                f"the second run ended by itself (exit code {end.code}) after step {end.steps},"
+                f"the second run exited on its own (exit code {end.code}) after step {end.steps},"
                 f" before it could be killed after step {kill}: the first took {made(calm)} steps."
                 " Seed what decides its end, or try --kill-after. The end of its output:\n"
                 f"{end.tail}"

@@ -259,7 +259,7 @@ def _undisturbed(options: argparse.Namespace, directory: Path) -> tuple[Records,
         if story.step and not story.hashes:
             raise ConfigError(
                 f"rank {rank} left the loop after step {story.step}, and the script ended without"
-                " run.finish(): whether training was over nobody knows. Call run.finish() after"
+                " run.finish(): training may not have been over. Call run.finish() after"
                 " the loop"
             )
         if not story.hashes:

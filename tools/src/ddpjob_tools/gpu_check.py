@@ -143,8 +143,8 @@ def _ended(run: Run, place: Path) -> Launch:
     files = sorted(place.glob("rank-*.json"), key=lambda path: int(path.stem[5:]))
     results = [json.loads(path.read_text()) for path in files]
     report = place / "report.json"
-    told = json.loads(report.read_text()) if report.exists() else {}
-    return Launch(run.exit_code or 0, run.log.read_text(errors="replace"), results, told, place)
+    ended = json.loads(report.read_text()) if report.exists() else {}
+    return Launch(run.exit_code or 0, run.log.read_text(errors="replace"), results, ended, place)
 
 
 def machine(directory: Path) -> dict[str, Any]:
@@ -202,7 +202,7 @@ class Check:
             cure = "see the launcher's words above"
             yield Finding(self.number, self.name, "FAIL", str(error), cure)
         except (TimeoutError, OSError, KeyError, ValueError, IndexError) as error:
-            what = f"cannot be told: {type(error).__name__}: {error}"
+            what = f"not measured: {type(error).__name__}: {error}"
             yield Finding(self.number, self.name, "FAIL", what, "send us this line and --json")
 
 
@@ -330,8 +330,7 @@ def _hang(setup: Setup) -> Iterator[Found]:
         contract.IN_PLACE_MAX_WITHOUT_PROGRESS: "0",
     }  # fmt: skip
     launch = setup.trial("hang", "workload", "--hang", str(guilty), env=env)
-    told = launch.report
-    found = told.get("kind"), told.get("rank"), launch.code
+    found = launch.report.get("kind"), launch.report.get("rank"), launch.code
     kind, rank, code = (one if one is not None else "-" for one in found)
     yield (
         "PASS" if found == ("hang", guilty, 76) else "FAIL",

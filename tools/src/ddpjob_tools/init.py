@@ -92,7 +92,7 @@ _OPTIONS: tuple[verb.Option, ...] = (
     ("--resume-args WORDS", str, "",
      "more arguments of the script at every start but the first, as '--resume {newest}'"),
     ("--resume-when GLOB", str, "",
-     "its checkpoints, as 'runs/*.pt': {newest} in --resume-args stands for the newest"),
+     "its checkpoints, as 'runs/*.pt': {newest} in --resume-args is the newest"),
     ("--every-steps N", int, 100, "steps between snapshots (100)"),
 )  # fmt: skip
 
@@ -417,7 +417,9 @@ def _dumped(body: Mapping[str, Any]) -> str:
         """Writes lines as a block where YAML allows it. It quotes what may read as no string."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        block = "\n" in value and not value.startswith((" ", "\t", "\n"))
+        # YAML 1.1 takes three more characters for ends of lines, and would read them as "\\n".
+        plain = "\n" in value and not re.search("[\x85\u2028\u2029]", value)
+        block = plain and not value.startswith((" ", "\t", "\n"))
         style = "|" if block else None if _PLAIN.fullmatch(value) else '"'
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 

@@ -7,6 +7,10 @@ sources are found through PYTHONPATH, so that two checkouts may share one enviro
 release.txt alone.
 `--lock` writes the lock files from the *.in files instead; `--torch VERSION` takes another torch
 than the pinned one, for `make torch-versions`.
+
+uv does not read pip's configuration. A host behind a mirror or with its own certificates has set up
+pip, so pip's settings (files and PIP_* variables) are passed on to uv, and to image builds, as
+variables; the user's settings for uv itself win.
 """
 
 from __future__ import annotations

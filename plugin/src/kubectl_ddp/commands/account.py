@@ -29,7 +29,7 @@ _OF_STATES: Mapping[str, str] = {
     "starting": "image, volumes, containers",
     "waiting": "for a node or a quota",
     "idle": "after the pod's end, or standing by",
-    "unknown": "nobody knows",
+    "unknown": "neither launcher nor operator knows",
 }
 
 
@@ -64,7 +64,7 @@ def lines(job: Job, now: datetime) -> list[str]:
         share = "productive share of the time in which it had its pods"
         head.append(f"Goodput:   {goodput:.1%}, the {share}")
     if sums.get("unknown", 0.0) > total / 100:
-        why = "no steps are told: docs/guides/goodput.md#what-is-not-known says how to tell them"
+        why = "no steps were reported; docs/guides/goodput.md#what-is-not-known says how to"
         head.append(f"Unknown:   {sums['unknown'] / total:.1%}: {why}")
     head += _eta(job)
     rows = []

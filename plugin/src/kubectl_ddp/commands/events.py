@@ -18,7 +18,7 @@ _TOGETHER = timedelta(seconds=60)
 _LINES = 3  # of a message
 _POD = "<pod>"
 #: The order within a second: a failure, the operator's Event about it, then pods' Events.
-_FAILED, _TOLD, _DONE = range(3)
+_FAILED, _OF_JOB, _OF_POD = range(3)
 _ANY = datetime.min.replace(tzinfo=UTC)
 
 
@@ -56,7 +56,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     return 0
 
 
-def told(kubectl: Kubectl, job: Job) -> list[Happening]:
+def about_job(kubectl: Kubectl, job: Job) -> list[Happening]:
     """Return the Events of the job alone, oldest first; raise Failure."""
     found = (_of_event(job, event) for event in _of_job(kubectl, job))
     return sorted((one for one in found if one is not None), key=_when)
@@ -124,7 +124,7 @@ def _of_event(job: Job, event: Object) -> Happening | None:
     reason = str(event.get("reason") or NONE)
     version = str(event["metadata"].get("resourceVersion", ""))
     return Happening(
-        first, last, count, _DONE if replicas else _TOLD, replicas, reason, message,
+        first, last, count, _OF_POD if replicas else _OF_JOB, replicas, reason, message,
         version=int(version) if version.isdecimal() else 0,
     )  # fmt: skip
 
@@ -152,13 +152,17 @@ def _together(found: Iterable[Happening]) -> list[Happening]:
     for one in found:
         key = one.reason, one.message
         place = places.get(key)
-        if one.order == _DONE and place is not None and one.last - result[place].last <= _TOGETHER:
+        if (
+            one.order == _OF_POD
+            and place is not None
+            and one.last - result[place].last <= _TOGETHER
+        ):
             old = result[place]
             replicas = tuple(sorted({*old.replicas, *one.replicas}))
             count, first = old.count + one.count, min(old.first, one.first)
             result[place] = replace(old, last=one.last, first=first, count=count, replicas=replicas)
             continue
-        if one.order == _DONE:
+        if one.order == _OF_POD:
             places[key] = len(result)
         result.append(one)
     return result

@@ -75,7 +75,7 @@ def _how_much(options: argparse.Namespace) -> list[str]:
 
 def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -> int:
     """Show the logs of each attempt's pods, until the job ends; raise Failure."""
-    attempt, version, told, broken = 0, "", "", 0
+    attempt, version, shown, broken = 0, "", "", 0
     with contextlib.ExitStack() as stack:
         streams = _Streams(kubectl, stack)
         for look in gang.looks(kubectl, job):
@@ -100,10 +100,10 @@ def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -
                 streams.begin(look, fresh, how_much)
             elif look.phase in TERMINAL_PHASES and not alive:
                 return 0
-            elif look.phase != told and (not attempt or look.phase == "Suspended"):
+            elif look.phase != shown and (not attempt or look.phase == "Suspended"):
                 state = look.phase or "not seen yet"
                 print(f"{look.name} is {state}: logs follow when pods start", file=sys.stderr)
-                told = look.phase
+                shown = look.phase
             # A lost node's pod keeps its phase Running: follow it no more once it is to go.
             on = {n for n, one in members.items() if one.running and one.state != "Terminating"}
             still = on & streams.followed.keys()
@@ -173,7 +173,10 @@ def _failed(kubectl: Kubectl, job: Job, members: Mapping[int, Member], how_much:
 def _past(
     kubectl: Kubectl, job: Job, members: Mapping[int, Member], options: argparse.Namespace
 ) -> int:
-    """Print it; raise Failure."""
+    """Print the log of an attempt, round or rank; raise Failure.
+
+    From its pod while that is there, else from the evidence beside the snapshots.
+    """
     for name in ("follow", "since", "replica", "failed"):
         if getattr(options, name) not in (None, False):
             raise Failure(f"--{name} does not go with --attempt, --round or --rank: leave it out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ddpjob_contract.crd import TERMINAL_PHASES
-from kubectl_ddp import gang
+from kubectl_ddp import gang, reader
 from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import Failure, Kubectl
 from kubectl_ddp.text import clean
@@ -17,14 +17,16 @@ def stacks(kubectl: Kubectl, options: argparse.Namespace) -> int:
     members = gang.find_members(kubectl, job)
     wanted = gang.chosen(job, options.replica)
     alive = [(job, n, one) for n, one in sorted(members.items()) if one.running and n in wanted]
-    told, refusal = gang.ask(kubectl, alive, "state")
+    reports, refusal = gang.ask(kubectl, alive, "state")
     if refusal:
         raise Failure(refusal)
-    silent = [members[replica].name for (_, _, replica), say in told.items() if not say.state]
+    silent = [
+        members[replica].name for (_, _, replica), report in reports.items() if not report.state
+    ]
     shown = 0
-    for (_, _, replica), say in told.items():
-        if stacks := say.text("stacks"):
-            place = f"attempt {say.number('attempt'):g}" if say.number("attempt") else ""
+    for (_, _, replica), report in reports.items():
+        if stacks := report.text("stacks"):
+            place = f"attempt {report.number('attempt'):g}" if report.number("attempt") else ""
             print(f"--- {members[replica].name}, {place}: the last process that hung")
             print(clean(stacks).rstrip(), end="\n\n")
             shown += 1
@@ -43,9 +45,9 @@ def stacks(kubectl: Kubectl, options: argparse.Namespace) -> int:
             f"no answer from {', '.join(silent)}: the launcher may be starting, or gone; pods of"
             " torchrun or python have none, and so no stacks: `ddpjob-trainer run` is one"
         )
-    if told and all(say.silent for say in told.values()):
+    if reports and all(report.silent for report in reports.values()):
         print(
-            "no process in the pods that run has told of itself, so none is watched for hangs:"
+            "no process in the pods that run has reported anything, so none is watched for hangs:"
             " plain scripts never do, others from ddp.start() or their adapter on"
         )
         return 0
@@ -74,13 +76,7 @@ def snapshots(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 
 def _without_pods(job: Job) -> str:
-    path = f"{job.spec['snapshot']['path']}/{job.name}"
-    volume = job.spec["snapshot"].get("volume") or {}
-    claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
-    what = f"claim {claim}" if claim else "its snapshot volume"
     resume = "" if job.phase in TERMINAL_PHASES else "resume it, or "
-    return (
-        f"no pod of {job.name} runs: {resume}run `ddpjob-trainer snapshot ls {path}` in a pod that"
-        f" mounts {what} at {job.spec['snapshot']['path']}, as in"
-        " docs/start/your-script.md#the-weights"
-    )
+    by_hand = reader.by_hand(job, "snapshot ls")
+    where = "docs/start/your-script.md#the-weights"
+    return f"no pod of {job.name} runs: {resume}run {by_hand}, as in {where}"

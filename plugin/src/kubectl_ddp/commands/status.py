@@ -13,7 +13,7 @@ from typing import Any
 
 from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import gang
-from kubectl_ddp.gang import Job, Member, Told, moment
+from kubectl_ddp.gang import Job, Member, Report, moment
 from kubectl_ddp.kubectl import DDPJOBS, Failure, Kubectl, Object
 from kubectl_ddp.text import NONE, WHOLE, clean, duration, since, table, width, wrapped
 
@@ -28,7 +28,7 @@ _STALE = 60  # seconds without a new step: its rate is out of date
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print the status; raise Failure."""
     if options.job and options.all_namespaces:
-        raise Failure(f"-A lists all jobs: leave it out, and say -n NAMESPACE for {options.job}")
+        raise Failure(f"-A lists all jobs: leave it out, and report -n NAMESPACE for {options.job}")
     if not options.job and (options.watch or options.output):
         raise Failure("-w and -o are about one job: name it, or use `kubectl get ddpjobs`")
     if not options.job:
@@ -70,10 +70,11 @@ def _all(kubectl: Kubectl, *, everywhere: bool) -> tuple[list[str], str]:
     running = [job for job in jobs if job.phase == "Running"]
     first = gang.find_first(kubectl, running, *where)
     alive = [(job, 0, first.get(job.uid)) for job in running]
-    told, refusal = gang.ask(kubectl, alive, "metrics")
+    reports, refusal = gang.ask(kubectl, alive, "metrics")
     head = ["NAME", "PHASE", "REASON", "READY", "RESTARTS", "STEP", "LOSS", "SNAPSHOT"]
     rows = [
-        job_row(job, told.get((job.namespace, job.name, 0), Told()), time.time()) for job in jobs
+        job_row(job, reports.get((job.namespace, job.name, 0), Report()), time.time())
+        for job in jobs
     ]
     if everywhere:
         head = ["NAMESPACE", *head]
@@ -85,20 +86,20 @@ def _one(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> tuple[list[
     members = gang.find_members(kubectl, job)
     alive = [(job, n, member) for n, member in sorted(members.items()) if member.running]
     by_pod, refusal = gang.ask(kubectl, alive, "state", "metrics")
-    told = {replica: answer for (_, _, replica), answer in by_pod.items()}
+    reports = {replica: answer for (_, _, replica), answer in by_pod.items()}
     now = datetime.now(UTC)
     if options.output:
         try:  # of a watch each line is one look, as `jq` reads them
-            text = json.dumps(facts(job, members, told), indent=None if options.watch else 2)
+            text = json.dumps(facts(job, members, reports), indent=None if options.watch else 2)
         except RecursionError:
             raise Failure(f"{job.name} is nested too deep to be written as JSON") from None
         return [text], refusal
     most = WHOLE if options.full else _LINES
-    head = head_lines(job, told, now, width(), most)
-    return [*head, "", *gang_table(job, members, told, now)], refusal
+    head = head_lines(job, reports, now, width(), most)
+    return [*head, "", *gang_table(job, members, reports, now)], refusal
 
 
-def facts(job: Job, members: Mapping[int, Member], told: Mapping[int, Told]) -> Object:
+def facts(job: Job, members: Mapping[int, Member], reports: Mapping[int, Report]) -> Object:
     """Return the data of the tables for programs; docs/reference/plugin.md has each field."""
     replicas = []
     for replica, n in job.places:
@@ -106,17 +107,19 @@ def facts(job: Job, members: Mapping[int, Member], told: Mapping[int, Told]) -> 
         if member := members.get(n):
             one |= {"pod": member.name, "attempt": member.attempt, "node": member.node}
             one |= {"state": member.state, "ready": member.ready}
-        say = told.get(n, Told())
-        one |= {name: say.number(name) for name in _NUMBERS}
-        rest = Told({"rate": say.rate, "at": say.snapshot_at})  # finite: JSON has no infinity
-        one |= {"phase": say.text("phase"), "stepsPerSecond": rest.number("rate")}
+        report = reports.get(n, Report())
+        one |= {name: report.number(name) for name in _NUMBERS}
+        rest = Report(
+            {"rate": report.rate, "at": report.snapshot_at}
+        )  # finite: JSON has no infinity
+        one |= {"phase": report.text("phase"), "stepsPerSecond": rest.number("rate")}
         one |= {"snapshotTimestampSeconds": rest.number("at")}
-        one |= {"dataShare": say.data, "exchangeShare": say.exchange}
+        one |= {"dataShare": report.data, "exchangeShare": report.exchange}
         replicas.append({key: value for key, value in one.items() if value not in (None, "")})
     return {"job": job.obj, "replicas": replicas}
 
 
-def job_row(job: Job, told: Told, now: float) -> list[str]:
+def job_row(job: Job, report: Report, now: float) -> list[str]:
     """Make the list's row of one job."""
     status, progress = job.status, job.status.get("progress") or {}
     return [
@@ -126,16 +129,16 @@ def job_row(job: Job, told: Told, now: float) -> list[str]:
         str(status.get("ready") or NONE),
         _restarts(status.get("restarts") or {}),
         _step(progress),
-        _number(Told(progress).number("loss")),
-        NONE if told.snapshot_at is None else duration(now - told.snapshot_at),
+        _number(Report(progress).number("loss")),
+        NONE if report.snapshot_at is None else duration(now - report.snapshot_at),
     ]
 
 
 def head_lines(
-    job: Job, told: Mapping[int, Told], now: datetime, columns: int = 120, most: int = _LINES
+    job: Job, reports: Mapping[int, Report], now: datetime, columns: int = 120, most: int = _LINES
 ) -> list[str]:
     """Make the lines about the gang as a whole."""
-    status, first = job.status, told.get(0, Told())
+    status, first = job.status, reports.get(0, Report())
     lines = [("Job", f"{job.namespace}/{job.name}"), ("Phase", job.phase or "not seen yet")]
     if not job.phase:
         lines.append(("Reason", "the operator has not looked at it: does it run?"))
@@ -155,8 +158,8 @@ def head_lines(
         lines.append(("Ends", f"in about {remaining}"))
     if attempt := status.get("attempt"):
         began = moment(timings.get("attemptStartedAt"))
-        told_of = f"took {since(began, ended)}" if ended else f"begun {since(began, now)} ago"
-        lines.append(("Attempt", f"{attempt}, {told_of}"))
+        took_or_age = f"took {since(began, ended)}" if ended else f"begun {since(began, now)} ago"
+        lines.append(("Attempt", f"{attempt}, {took_or_age}"))
     if group := status.get("podGroup"):
         lines.append(("PodGroup", group))
     lines.append(("Restarts", _budget(status.get("restarts") or {}, job.spec)))
@@ -171,7 +174,7 @@ def head_lines(
     # The trainer's own page is newer than the operator's copy.
     progress = {**(status.get("progress") or {}), **first.state}
     lines.append(("Progress", _progress(progress, job.phase, first, now)))
-    lines.append(("Snapshot", _snapshot(progress, told, now)))
+    lines.append(("Snapshot", _snapshot(progress, reports, now)))
     if origin := (status.get("progress") or {}).get("resumed"):
         lines.append(("Began", f"from {origin}"))
     if last := status.get("lastFailure"):
@@ -185,14 +188,14 @@ def head_lines(
 
 
 def gang_table(
-    job: Job, members: Mapping[int, Member], told: Mapping[int, Told], now: datetime
+    job: Job, members: Mapping[int, Member], reports: Mapping[int, Report], now: datetime
 ) -> list[str]:
     """Make a row for each replica, and for each standby pod."""
     head = ("REPLICA", "NODE", "POD", "READY", "ROUND", "STEP", "STEPS/S", "DATA", "EXCHANGE")
     last = {seat_of(one): one for one in job.failures}
     rows: list[Sequence[str]] = []
     for replica, seat in job.places:
-        member, say = members.get(seat), told.get(seat, Told())
+        member, report = members.get(seat), reports.get(seat, Report())
         who = "standby" if replica is None else str(replica)
         place = (
             [member.node or NONE, member.state, "yes" if member.ready else "no"]
@@ -203,12 +206,16 @@ def gang_table(
             [
                 who if replica == seat else f"{who} (pod {seat})",
                 *place,
-                _number(say.number("round")),
-                _place(say, job.phase),
-                NONE if say.rate is None or _age(say.state, now) > _STALE else f"{say.rate:.3g}",
-                _share(say.data),
-                _share(say.exchange),
-                NONE if say.snapshot_at is None else duration(now.timestamp() - say.snapshot_at),
+                _number(report.number("round")),
+                _place(report, job.phase),
+                NONE
+                if report.rate is None or _age(report.state, now) > _STALE
+                else f"{report.rate:.3g}",
+                _share(report.data),
+                _share(report.exchange),
+                NONE
+                if report.snapshot_at is None
+                else duration(now.timestamp() - report.snapshot_at),
                 _brief(last[seat], now) if seat in last else NONE,
             ]
         )
@@ -278,51 +285,51 @@ def _budget(restarts: Object, spec: Mapping[str, Any]) -> str:
 
 
 def _step(progress: Mapping[str, Any]) -> str:
-    say = Told(progress)
-    step, total = say.number("step"), say.number("totalSteps")
+    report = Report(progress)
+    step, total = report.number("step"), report.number("totalSteps")
     if step is None:
-        return say.text("stepOfTotal") or NONE  # what the program has printed
+        return report.text("stepOfTotal") or NONE  # what the program has printed
     return f"{step}/{total}" if total else str(step)
 
 
-def _place(say: Told, phase: str) -> str:
+def _place(report: Report, phase: str) -> str:
     """Return the step of a replica, or the phase before its first one."""
-    if "step" in say.state:
-        return _number(say.number("step"))
-    silent = phase == "Running" and say.silent
-    return NONE if silent else say.text("phase") or NONE
+    if "step" in report.state:
+        return _number(report.number("step"))
+    silent = phase == "Running" and report.silent
+    return NONE if silent else report.text("phase") or NONE
 
 
 def _age(state: Mapping[str, Any], now: datetime) -> float:
     """Return the seconds since the last reported step, 0 without a time."""
     try:
-        return (now - (moment(Told(state).text("updatedAt")) or now)).total_seconds()
+        return (now - (moment(Report(state).text("updatedAt")) or now)).total_seconds()
     except (TypeError, ValueError):
         return 0.0  # a stranger's text
 
 
-def _progress(progress: Mapping[str, Any], phase: str, first: Told, now: datetime) -> str:
-    say, age = Told(progress), _age(progress, now)
+def _progress(progress: Mapping[str, Any], phase: str, first: Report, now: datetime) -> str:
+    report, age = Report(progress), _age(progress, now)
     known = "step" in progress or "stepOfTotal" in progress
     parts = [f"step {_step(progress)}"] if known else []
     for name, words in (("loss", "loss {:.4g}"), ("samplesPerSecond", "{:.4g} samples/s")):
-        number = say.number(name)
+        number = report.number(name)
         stale = name == "samplesPerSecond" and age > _STALE and phase not in TERMINAL_PHASES
         parts += [words.format(number)] if number is not None and not stale else []
     if parts and age > _STALE and phase not in TERMINAL_PHASES:
-        parts.append(f"last told {duration(age)} ago")
-    if not parts and say.text("phase") == "startup":
+        parts.append(f"last reported {duration(age)} ago")
+    if not parts and report.text("phase") == "startup":
         silent = phase == "Running" and first.silent
         return f"running, no steps yet: it starts, or is {_PLAIN}" if silent else "starting up"
     started = "" if phase in TERMINAL_PHASES else "not started yet, or "
-    return ", ".join(parts) or f"not told: {started}{_PLAIN}"
+    return ", ".join(parts) or f"not reported: {started}{_PLAIN}"
 
 
-def _snapshot(progress: Mapping[str, Any], told: Mapping[int, Told], now: datetime) -> str:
-    step = Told(progress).number("snapshotStep")
+def _snapshot(progress: Mapping[str, Any], reports: Mapping[int, Report], now: datetime) -> str:
+    step = Report(progress).number("snapshotStep")
     if step is None:
         return "none"
-    known = [one.snapshot_at for one in told.values() if one.snapshot_at is not None]
+    known = [one.snapshot_at for one in reports.values() if one.snapshot_at is not None]
     age = f", {duration(now.timestamp() - max(known))} ago" if known else ""
     return f"step {step}{age}"
 

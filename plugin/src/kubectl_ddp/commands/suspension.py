@@ -51,7 +51,7 @@ def _set(kubectl: Kubectl, name: str, value: bool) -> Job | None:
     if job.phase in TERMINAL_PHASES:
         raise Failure(
             f"{name} has {job.phase.lower()}, which is final: to train again delete it and apply"
-            " it anew"
+            " it again"
         )
     if bool(job.spec.get("suspend")) == value:
         return None

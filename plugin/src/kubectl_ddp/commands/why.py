@@ -54,7 +54,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     story: list[Happening] = []
     warned = ""
     try:
-        story = events.told(kubectl, job)
+        story = events.about_job(kubectl, job)
         if any(one["reason"] == _CREATING for one in true(job)):
             warned = events.warned(kubectl, job)
     except Failure as failure:
@@ -274,8 +274,8 @@ def _last_lines(case: Case) -> list[str]:
     """Return the log's end: of the evidence, else what the status has of it."""
     failure = case.failure
     # An exception, which "How" shows, is the message's first line; of a round it has no log.
-    told = str(failure.get("message", "")).splitlines()[1 if failure.get("exception") else 0 :]
-    log = _kept(case) or ([] if failure.get("inPlace") else told)
+    lines = str(failure.get("message", "")).splitlines()[1 if failure.get("exception") else 0 :]
+    log = _kept(case) or ([] if failure.get("inPlace") else lines)
     return [clean(line)[:_MOST] for line in log if line.strip()][-_LINES:]
 
 

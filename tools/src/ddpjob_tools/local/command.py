@@ -46,7 +46,7 @@ examples:
   ddpjob local manifests/examples/digits.yaml --map /workspace=. --replicas 2
 
 Ctrl-C ends the job as a pod is ended, with a last snapshot; a second one at once. The next run goes
-on from the newest snapshot: remove the directory, or name another, to begin anew.
+on from the newest snapshot: remove the directory, or name another, to start over.
 exit code: 0, that of the replica that failed first, or 128+n after signal n
 """
 
@@ -95,7 +95,7 @@ def alone(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ConfigError(
                 f"{folder}: another run of this manifest has its snapshots here: end it, or give"
-                " this one a folder of its own with --snapshots DIR"
+                " this one its own folder with --snapshots DIR"
             ) from None
         yield
     finally:
@@ -206,14 +206,14 @@ class Attempts:
         running = self._start(number)
         codes: dict[int, int] = {}
         stopped: dict[int, int] = {}
-        told, stop_at, kill_at = 0, math.inf, math.inf
+        sent, stop_at, kill_at = 0, math.inf, math.inf
         while running:
             for pid, status in children.reap():
                 if pid in running:
                     replica = running.pop(pid)
                     self._pump.collect(replica)
                     code = status if status >= 0 else 128 - status
-                    (stopped if told or stop_at < 0 else codes)[replica] = code
+                    (stopped if sent or stop_at < 0 else codes)[replica] = code
             now = time.monotonic()
             failed = [code for code in codes.values() if code]
             if failed and stop_at > 0:
@@ -222,12 +222,12 @@ class Attempts:
                 if now >= stop_at:
                     self._tell(running, signal.SIGTERM)
                     stop_at, kill_at = -1, now + DEAD_GANG_SECONDS
-            if told < len(self._signals):
-                told += 1
-                if told == 1:
+            if sent < len(self._signals):
+                sent += 1
+                if sent == 1:
                     self._say(f"ending, within {self._job.grace_seconds} s; Ctrl-C again: at once")
                 self._tell(running, signal.SIGTERM)  # as the kubelet does
-                kill_at = now if told > 1 else min(kill_at, now + self._job.grace_seconds)
+                kill_at = now if sent > 1 else min(kill_at, now + self._job.grace_seconds)
             if now >= kill_at:
                 self._tell(running, signal.SIGKILL)
             time.sleep(_LOOK_SECONDS)

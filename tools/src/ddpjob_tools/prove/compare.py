@@ -124,9 +124,9 @@ def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[st
     for rank, (one, other) in enumerate(zip(calm, wild, strict=True)):
         if odd := _odd(one.losses, other.losses):
             found.append(f"rank {rank}: {len(odd)} losses differ, the first after step {odd[0]}")
-        if told := _odd(one.told, other.told):  # such as evaluations
-            step, what = told[0]
-            text = f"{len(told)} values of {what} differ, the first after step {step}"
+        if values := _odd(one.reported, other.reported):  # such as evaluations
+            step, what = values[0]
+            text = f"{len(values)} values of {what} differ, the first after step {step}"
             found.append(f"rank {rank}: {text}")
         if not other.hashes:
             found.append(f"rank {rank} never finished")
@@ -154,7 +154,7 @@ def sha256(stories: Sequence[RankStory], calm: Sequence[RankStory]) -> str:
     """Hash all that is compared with the ``calm`` run's."""
     content = [
         [sorted((step, sorted(values)) for step, values in story.losses.items())]
-        + [sorted((*key, *sorted(values)) for key, values in story.told.items())]
+        + [sorted((*key, *sorted(values)) for key, values in story.reported.items())]
         + [sorted(_parts(rank, end, wanted.hashes[0]).items()) for end in story.hashes[-1:]]
         for rank, (story, wanted) in enumerate(zip(stories, calm, strict=True))
     ]

@@ -141,7 +141,7 @@ class RankStory:
     facts: dict[str, Any] = field(default_factory=dict)
     losses: dict[int, set[tuple[str, ...]]] = field(default_factory=dict)
     hashes: list[dict[str, str]] = field(default_factory=list)
-    told: dict[tuple[int, str], set[str]] = field(default_factory=dict)  # by step and call
+    reported: dict[tuple[int, str], set[str]] = field(default_factory=dict)  # by step and call
 
     def take(self, line: dict[str, Any]) -> None:
         """Take in one event."""
@@ -161,7 +161,7 @@ class RankStory:
             self.losses.setdefault(self.step, set()).add(tuple(line["losses"]))
         elif event == "told":
             values = json.dumps(line["values"], sort_keys=True)
-            self.told.setdefault((line["step"], line["what"]), set()).add(values)
+            self.reported.setdefault((line["step"], line["what"]), set()).add(values)
         elif event == "end":
             self.hashes.append(line["hashes"])
             self.ended = True

@@ -271,7 +271,7 @@ def _story(result: Result) -> Iterator[str]:
     if after is None:
         where = "with the state of no step that it had made"
     elif verdict.unclear:
-        where = "after which step cannot be told: several have the same weights"
+        where = "after an unknown step: several have the same weights"
     elif after == 0:
         where = "at the beginning: all steps done again"
     elif lost := killed - after:

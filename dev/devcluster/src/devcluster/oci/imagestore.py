@@ -1,8 +1,11 @@
 """The store of built images, buildah's in our cache, and their way into a node's containerd.
 
 Nothing here touches the host's container storage. buildah runs in a separate mount namespace, so
-that whatever it mounts is gone when it ends, however it ends. Not a byte of an image is copied: a
-node's snapshots are hard links to the store's layers.
+that whatever it mounts is gone when it ends, however it ends. The layers lie
+unpacked in the very form that containerd's overlayfs snapshotter keeps them in. So each becomes a
+snapshot by hard links (files of a lower layer are never written to), and only manifest and config
+are imported: seconds instead of minutes for gigabytes of torch. On another filesystem the files are
+copied.
 """
 
 from __future__ import annotations

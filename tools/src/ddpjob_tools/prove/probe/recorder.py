@@ -36,7 +36,10 @@ _Stat = tuple[int, int, int]
 
 
 class Watched:
-    """The files below a folder. Links are not followed."""
+    """The files below a folder: which steps leave a checkpoint, whatever writes it.
+
+    Links are not followed.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
