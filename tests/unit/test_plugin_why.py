@@ -220,15 +220,10 @@ def test_a_strangers_evidence_is_read_with_care():
     )  # fmt: skip
     text = page(job(failures=[failure()]), incidents=[found])
     assert "rank 1, replica 1, pod j-1, node n1" in text
-    for broken in ("", "[]", "{}", '{"incidents": 5}', "[" * 100_000):
-        with pytest.raises(Failure) if broken != '{"incidents": 5}' else _nothing():
-            assert evidence.parsed(broken) == []
-
-
-def _nothing() -> Any:
-    import contextlib
-
-    return contextlib.nullcontext()
+    assert evidence.parsed('{"incidents": 5}') == []
+    for broken in ("", "[]", "{}", "[" * 100_000):
+        with pytest.raises(Failure):
+            evidence.parsed(broken)
 
 
 # --- The job ------------------------------------------------------------------------------------
@@ -279,8 +274,7 @@ def test_one_processs_words_are_not_put_into_anothers_mouth():
     assert "after step" not in rows(text)["How"]
 
 
-def test_the_lines_of_a_log_are_told_from_the_exception_by_the_fields() -> None:
-    """With an exception the message begins with it; that of a round has no log at all."""
+def test_the_lines_of_a_log_are_told_from_the_exception_by_the_fields():
     text = page(job(failures=[failure()]))
     assert [line.strip() for line in text.splitlines() if "|" in line] == ["| last of the status"]
     text = page(job(failures=[failure(exception=None, message="one\ntwo")]))

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddpjob_tools import cli, init, stock
@@ -271,6 +271,7 @@ def test_kubernetes_puts_no_variables_into_arguments(script, manifest, capsys):
     assert volume == {"persistentVolumeClaim": {"claimName": "2024"}}
 
 
+@example("0\n\x85")  # an end of a line to YAML 1.1
 @given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=60))
 def test_any_text_reads_back_as_it_was(text):
     assert yaml.safe_load(init._dumped({"data": {"x": text}})) == {"data": {"x": text}}

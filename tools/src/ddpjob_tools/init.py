@@ -417,7 +417,7 @@ def _dumped(body: Mapping[str, Any]) -> str:
         """Writes lines as a block where YAML allows it. It quotes what may read as no string."""
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        # YAML 1.1 takes three more characters for ends of lines, and would read them as "\\n".
+        # In a block YAML 1.1 reads three more characters as ends of lines, as "\n".
         plain = "\n" in value and not re.search("[\x85\u2028\u2029]", value)
         block = plain and not value.startswith((" ", "\t", "\n"))
         style = "|" if block else None if _PLAIN.fullmatch(value) else '"'
