@@ -21,7 +21,7 @@ INTRO = """\
 `apiVersion: {api}`, `kind: {kind}`, short name `{short}`. The same texts: `kubectl explain
 ddpjob.spec --recursive`. Fields that are not listed are refused by `kubectl apply`, except
 inside the pod template and in `spec.snapshot.volume`, which take whatever Kubernetes takes.
-Durations are in seconds.
+So is what breaks a rule between fields, with the field and the cure. Durations are in seconds.
 
 | Short | means |
 |---|---|
@@ -59,8 +59,6 @@ def render(definition: Schema) -> str:
     for name in ("spec", "status"):
         schema = root["properties"][name]
         parts += [f"## {name}\n", f"{schema['description']}\n", _table(schema, name)]
-    parts += ["## Rules\n", "What the API server refuses beyond the bounds above.\n"]
-    parts += [_rules(root)]
     return "\n".join(parts)
 
 
@@ -148,19 +146,3 @@ def _least(field: Schema) -> int | None:
     asked = [rule["rule"].strip() for rule in field.get("x-kubernetes-validations", ())]
     more = [int(rule.removeprefix("self >= ")) for rule in asked if _BOUND.fullmatch(rule)]
     return max([field["minimum"], *more]) if "minimum" in field else None
-
-
-def _rules(root: Schema) -> str:
-    seen: dict[str, None] = {}
-    for message in _messages(root):
-        seen.setdefault(" ".join(message.split()))
-    return "".join(f"- {message}\n" for message in seen).replace("<", "&lt;")
-
-
-def _messages(schema: Schema) -> Iterator[str]:
-    for rule in schema.get("x-kubernetes-validations", ()):
-        yield rule["message"]
-    for field in schema.get("properties", {}).values():
-        yield from _messages(field)
-    if "items" in schema:
-        yield from _messages(schema["items"])

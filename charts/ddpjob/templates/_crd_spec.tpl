@@ -135,10 +135,9 @@ properties:
       gang:
         description: >-
           Whether all pods of an attempt are placed at once or none, by a PodGroup of Kubernetes
-          (1.36 and later, where its feature gates are on). Auto: where the API server has it and
-          the default scheduler places more than one pod, else pods are placed one by one, and given
-          back where not all find room. Native: the job waits for it. None: pods are placed one by
-          one.
+          (1.36 and later, with feature gates). Auto: where the API server has it, else pods are
+          placed one by one, and released where not all find room. Native: the job waits for it.
+          None: pods are placed one by one.
         type: string
         enum: [Auto, Native, None]
         default: Auto
@@ -280,10 +279,10 @@ properties:
             default: 3
           drill:
             description: >-
-              Whether a run that makes snapshots is restarted in place early, as planned, to check
-              that it resumes bit for bit: after its first snapshot, and after the first one that
-              holds an epoch's end. Charged to nothing. Auto leaves it out where starting took
-              longer than a minute.
+              Whether a run with snapshots is restarted in place early, as planned, to check that
+              it resumes bit for bit: after its first snapshot, and after the first one that holds
+              an epoch's end. Free of charge. Auto leaves it out where the start took longer than
+              a minute.
             type: string
             enum: [Auto, Always, Never]
             default: Auto
@@ -299,9 +298,9 @@ properties:
         default: 300
       healAfterSeconds:
         description: >-
-          So many seconds of a gang that runs and in which nothing failed, no process either,
-          heal maxRestarts, maxDisruptions and maxWithoutProgress: for programs that keep
-          checkpoints of their own, which the operator cannot see. 0 means never by time.
+          So many seconds without a failure, of a process either, reset maxRestarts,
+          maxDisruptions and maxWithoutProgress: for programs whose checkpoints the operator
+          cannot see. 0 means never by time.
         type: integer
         format: int32
         minimum: 0
@@ -309,11 +308,11 @@ properties:
         default: 3600
       progressPath:
         description: >-
-          File or directory in the trainer container that the program writes as it gets on, for
-          example its directory of checkpoints; * in the last part matches any characters. A
-          newer time of modification, in a directory of any file down to three levels, is
-          progress: name nothing that every start writes too, such as logs. Our launcher reads
-          it (ddpjob-trainer run), that of replica 0. A change holds for pods that are made later.
+          File or directory in the trainer container that the program writes as it advances, for
+          example its directory of checkpoints; * in the last part matches any characters. A newer
+          time of modification, in a directory of any file down to three levels, is progress:
+          leave out what every start writes, such as logs. The launcher of replica 0 reads it
+          (ddpjob-trainer run). A change holds for later pods.
         type: string
         minLength: 2
         maxLength: 512
@@ -332,10 +331,10 @@ properties:
               writes, for example /data/checkpoints
       resumeArgs:
         description: >-
-          More arguments of a program that goes on from its checkpoint only where they say so, in
-          every start of its processes but the job's first: for example ["--resume", "{newest}"],
-          where {newest} is the newest match of resumeWhen, the same for all pods. Our
-          launcher appends them (ddpjob-trainer run). A change holds for pods that are made later.
+          Arguments with which a program resumes its checkpoint, in every start but the job's
+          first: for example ["--resume", "{newest}"], where {newest} is the newest match of
+          resumeWhen, the same for all pods. Our launcher appends them (ddpjob-trainer run). A
+          change holds for later pods.
         type: array
         maxItems: 32
         x-kubernetes-list-type: atomic
@@ -615,7 +614,7 @@ properties:
   startupDeadlineSeconds:
     description: >-
       Seconds from the first pod's creation to a node for each, and from then on to all replicas
-      running. Past it everything is released and tried again; charged unless the job waited for
+      running. Past it everything is released and retried; charged unless the job waited for
       capacity, quota or a node that is not ready, or the cluster refused a pod.
     type: integer
     format: int32

@@ -31,11 +31,10 @@ properties:
     maxLength: 4096
   class:
     description: >-
-      What kind of failure it was. Permanent, Diverged and Invalid end the job; Hardware (a GPU, or
-      the hook that gives it to a container, failed), Infrastructure and Disruption are not charged
-      to restart.maxRestarts. The node is avoided after Hardware, and after Infrastructure with the
-      reason StartError; from the fourth of these in a row on, without progress, each is charged.
-      Killed is SIGKILL that neither Kubernetes nor the kernel's counters of memory explain.
+      Kind of failure. Permanent, Diverged and Invalid end the job; Hardware (a GPU failed),
+      Infrastructure and Disruption are not charged to restart.maxRestarts. The node is avoided
+      after Hardware, and after Infrastructure with the reason StartError; from the fourth of these
+      in a row on each is charged. Killed is an unexplained SIGKILL.
     type: string
     enum: [Permanent, Hardware, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
   reason:
@@ -82,9 +81,8 @@ properties:
     format: int64
   exception:
     description: >-
-      What ended it, in one line where it is known: the exception, the kubelet's words for an
-      eviction, the last line of an init container. It is text from the container and is not
-      checked.
+      What ended it, in one line: the exception, the kubelet's message, the last line of an init
+      container. Text from the container, not checked.
     type: string
     maxLength: 4096
 {{- end }}
@@ -102,16 +100,15 @@ properties:
     format: int64
   phase:
     description: >-
-      Pending (nothing created yet), Starting (pods are being created), Running (all
-      replicas run), Restarting (pods were lost and they, or all, are about to be made again),
-      Suspended, Succeeded or Failed. The last two are final.
+      Pending (nothing created yet), Starting (pods are being created), Running (all replicas
+      run), Restarting (some or all pods are being replaced), Suspended, Succeeded or Failed. The
+      last two are final.
     type: string
     enum: [Pending, Starting, Running, Restarting, Suspended, Succeeded, Failed]
   reason:
     description: >-
-      Why the job is not as it should be now, in one word: the reason of a true condition Failed,
-      Invalid or Stalled, or of the failure after which pods are made again. Absent when
-      nothing is wrong.
+      The reason of a true condition Failed, Invalid or Stalled, or of the failure after which
+      pods restart. Absent when nothing is wrong.
     type: string
     maxLength: 1024
   message:
@@ -134,12 +131,11 @@ properties:
         format: date-time
   conditions:
     description: >-
-      Conditions: Ready (true while the phase is Running or Succeeded), Running, Complete, Failed,
-      Suspended, Stalled (something outside holds the job up, for example ImagePullBackOff,
-      Unschedulable, QuotaExceeded, NameConflict; or it has failed),
-      Invalid (no pod can be made of the spec; the message names the field; it waits until the
-      spec is corrected), ResumeProven (steps that were done again after a restart in place were the
-      same bit for bit, or not) and Unsupported (a field is set that this version does not act on).
+      Ready (true while the phase is Running or Succeeded), Running, Complete, Failed, Suspended,
+      Stalled (something outside delays the job, for example Unschedulable or QuotaExceeded; or it
+      has failed), Invalid (no pod can be created from the spec; the message names the field),
+      ResumeProven (steps repeated after a restart in place were equal bit for bit, or not) and
+      Unsupported (this version ignores a field that is set).
     type: array
     maxItems: 32
     x-kubernetes-list-type: map
@@ -207,8 +203,8 @@ properties:
     type: boolean
   serving:
     description: >-
-      Which replicas another pod than their own serves since one that stood by took its place, for
-      example "1:3": replica 1 is served by the pod that ends in -3. For people; nothing rests on it.
+      Replicas whose place a standby took, for example "1:3": replica 1 is served by the pod that
+      ends in -3.
     type: string
     maxLength: 4096
   templateHash:
@@ -269,8 +265,8 @@ properties:
         format: int32
       released:
         description: >-
-          Tries in a row that were given back before all replicas ran, for want of quota or capacity,
-          or because the cluster refused. Charged to no budget; drives the wait for the next try.
+          Tries in a row that were released before all replicas ran. Charged to no budget; drives
+          the delay before the next try.
         type: integer
         format: int32
       snapshotStep:
@@ -386,10 +382,10 @@ properties:
       {{- include "ddpjob.crd.failure" . | nindent 6 }}
   avoidedNodes:
     description: >-
-      Nodes on which a GPU failed or a container could not be started for a reason of the node's, or
-      which were about to go, the newest last. New pods are kept off them, until a gang finds no
-      room elsewhere within startupDeadlineSeconds, or a replacement within restart.replaceSeconds,
-      or the job is suspended and resumed.
+      Nodes on which a GPU failed or a container could not start, or which were about to go, the
+      newest last. New pods avoid them, until a gang finds no room elsewhere within
+      startupDeadlineSeconds, or a replacement within restart.replaceSeconds, or the job is
+      suspended and resumed.
     type: array
     maxItems: 16
     x-kubernetes-list-type: set
@@ -398,8 +394,7 @@ properties:
       maxLength: 253
   handedOver:
     description: >-
-      Nodes that were about to go, each with what said so, the newest last. A pod there was replaced
-      once, or could not be: a pod that comes back to it stays. When it is full no more are. Empty
+      Nodes that were about to go, each with the signal, the newest last. Each has one try. Empty
       after each resume.
     type: array
     maxItems: 32
@@ -414,8 +409,7 @@ properties:
     type: number
   eta:
     description: >-
-      Estimate of the end of training, from the present rate and from what failures have cost so
-      far. Absent while it does not run, and for programs that report no number of steps.
+      Estimate of the end of training, from the present rate and the cost of failures so far.
     type: object
     properties:
       at:
@@ -442,11 +436,10 @@ properties:
         format: date-time
       podSeconds:
         description: >-
-          By state: productive, repeated (steps done again after a resume), data (waiting for input),
-          snapshot (training waits for it), warmup (processes, up to the end of their first
-          step), recovering (after a failure), held (ready, while another pod is replaced), starting
-          (image, volumes, containers), waiting (for a node or a quota), idle (after its own end, or
-          standing by), unknown.
+          By state: productive, repeated (steps done again), data (waiting for input), snapshot,
+          warmup (processes, up to the end of their first step), recovering (after a failure),
+          held (while another pod is replaced), starting (image, volumes, containers), waiting
+          (for a node or a quota), idle (after its own end, or as standby), unknown.
         type: object
         additionalProperties: {type: number}
         maxProperties: 32
@@ -514,8 +507,8 @@ properties:
         format: date-time
       lastRecoverySeconds:
         description: >-
-          Seconds of the last outage, from the last step that was heard of (where a member ended by itself, from the
-          moment that the operator knew) to all replicas running.
+          Seconds of the last outage, from the last known step (with an exit code, from the
+          operator's decision) to all replicas running.
         type: number
   operator:
     description: >-
