@@ -167,9 +167,9 @@ def test_every_example_is_listed_says_how_to_run_it_and_is_short():
         assert told or file in PARTS, file
 
 
-def test_the_readme_fits_on_three_screens_and_names_the_commands():
+def test_the_readme_is_short_and_names_the_commands():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 100
+    assert len(text.splitlines()) <= 100 >= max(map(len, text.splitlines()))
     (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert len(block.splitlines()) == 15
     for target in ("try", "demo", "down", "help", "check", "test", "test-all"):
