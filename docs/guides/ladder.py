@@ -1,6 +1,6 @@
 """Writes into ladder.md what each step changes: `make manifests` after a change of a step.
 
-Between `<!-- diff OLD NEW -->` and `<!-- end -->` stands the difference of two files, without what
+Between `<!-- diff OLD NEW -->` and `<!-- end -->` is the difference of two files, without what
 they say of themselves at their beginning, and as if both had the same name.
 """
 
