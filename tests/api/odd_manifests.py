@@ -98,7 +98,7 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
         (f"{_TRAINER}.command", ["sh", "-c", "echo '\x1b[2J'\nkill -9 1"]),
     ),
     "a command with a NUL": ((f"{_TRAINER}.command", ["sh", "-c", "a\x00b"]),),
-    "a label of a gang of its own": (
+    "a label of another gang": (
         ("spec.template.metadata", {"labels": {"ddpjob.dev/job-uid": "another"}}),
     ),
     "a command of 1.4 MB": ((f"{_TRAINER}.command", ["sh", "-c", "x" * 1_400_000]),),
@@ -109,7 +109,7 @@ ODD: Final[Mapping[str, tuple[tuple[str, Any], ...]]] = {
     "the host's root as a volume": (
         (f"{_POD}.volumes.0", {"name": "root", "hostPath": {"path": "/"}}),
     ),
-    "a status of its own": (("status", {"phase": "Succeeded", "attempt": 7}),),
+    "a status in the manifest": (("status", {"phase": "Succeeded", "attempt": 7}),),
 }
 
 

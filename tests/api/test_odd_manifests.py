@@ -14,7 +14,8 @@ from support.rest import JOBS, Object, RestError, eventually
 PAGE = ROOT / "docs" / "internals" / "odd-manifests.md"
 #: What a machine that is slow brings about, and what it is told of that; it passes by itself.
 _PASSING = re.compile(r"ContainerCreating: |Unschedulable: .*no scheduler has looked at it yet")
-_SAID = 260  # characters of a message that the page shows
+_HEAD = re.compile(r'^(\S+ "[^"]*" is invalid|DDPJob in .* cannot be handled as a DDPJob): ')
+_SAID = 80  # characters of a message that the page shows
 
 
 @pytest.mark.fault("A5")
@@ -65,14 +66,12 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
     lines = [
         "# Odd manifests",
         "",
-        f"{len(found)} DDPJobs as people send them by mistake or on purpose, and what each is",
-        "told: at `kubectl apply`, or by a condition of the job (`kubectl describe`), before any",
-        "pod runs. None ends as Failed for it. `good`: the API server takes job and pod as they",
-        "are, and the pod's node has its word (docs/reference/reasons.md).",
-        "`tests/api/test_odd_manifests.py` sends them all to a real API server and holds this page",
-        "to what it saw, in 260 characters at most. What is Invalid is tried again from time to",
-        "time; suspend the job, apply the corrected manifest, resume. In what is said of",
-        "a pod, `env[N]` counts those that ddpjob sets first; the manifest's come after them.",
+        f"{len(found)} DDPJobs as people send them by mistake or on purpose, and the answer to",
+        "each: at `kubectl apply`, or in a condition of the job (`kubectl describe`), before any",
+        "pod runs. None ends as Failed for it. `good`: the API server accepts job and pod.",
+        "`Invalid`: suspend the job, apply the corrected manifest, resume",
+        "([reasons.md](../reference/reasons.md)). Of a message the page has the first 80",
+        "characters; `env[N]` counts what ddpjob sets first.",
         "",
         "| | when | what it says |",
         "|---|---|---|",
@@ -84,7 +83,7 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
             "",
             text,
         )
-        text = re.sub(r"\benv\[\d\d\]", "env[N]", text)
+        text = re.sub(r"\benv\[\d\d\]", "env[N]", _HEAD.sub("", text))
         text = text.encode("unicode_escape").decode().replace("|", "\\|").replace("<", "&lt;")
         text = text if len(text) <= _SAID else f"{text[:_SAID]} …"
         lines.append(f"| {name} | {when} | {text} |")

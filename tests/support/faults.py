@@ -35,15 +35,15 @@ def page() -> str:
     marks = dict(marked())
 
     def row(found: re.Match[str]) -> str:
-        tests = [_shown(f, mark.tier) for f, mark in marks.items() if found[2] in mark.rows]
-        return f"{found[1]} {'<br>'.join(tests)} |"
+        shown: dict[str, list[str]] = {}
+        for function, mark in marks.items():
+            if found[2] in mark.rows:
+                path, _, test = function.partition("::")
+                kind = f"{Path(path).parts[1]} ({mark.tier}): "
+                shown.setdefault(kind, []).append(f"`{Path(path).name}::{test}`")
+        return f"{found[1]} {'<br>'.join(k + '<br>'.join(t) for k, t in shown.items())} |"
 
     return _ROW.sub(row, PAGE.read_text())
-
-
-def _shown(function: str, tier: str) -> str:
-    path, _, test = function.partition("::")
-    return f"{Path(path).parts[1]} ({tier}): `{Path(path).name}::{test}`"
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ MOST_LINES = {
     "studies": 3_723,
     "tests": 61_767,
 }
-MOST_WORDS = 68_926  # of all pages in docs
+MOST_WORDS = 59_900  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE
@@ -42,9 +42,10 @@ HARD_WORDS = re.compile(
 MOST_HARD_WORDS = dict.fromkeys(
     ("charts", "contract/src", "dev", "examples", "manifests/examples", "operator/src", "studies"),
     0,
-) | {"README.md": 1, "docs": 147, "plugin/src": 0, "tools/src": 4, "trainer/src": 118}
+) | {"README.md": 0, "docs": 0, "plugin/src": 0, "tools/src": 4, "trainer/src": 118}
 TEXTS = {".json", ".md", ".py", ".tpl", ".txt", ".yaml"}
 RECORDS = {"soak.json", "test-durations.json"}  # what runs have written
+KEPT = re.compile(r"\btest_\w+|--anew\b")  # names that pages quote, and an option that exists
 
 
 def test_the_bounds_of_torch_are_tried_out():
@@ -114,7 +115,7 @@ def test_people_read_plain_words(place):
         f"{path.relative_to(ROOT)}: {word[0]}"
         for path in (sorted(root.rglob("*.*")) if root.is_dir() else [root])
         if path.suffix in TEXTS and path.name not in RECORDS
-        for word in HARD_WORDS.finditer(re.sub(r"[\W_]+", " ", path.read_text()))
+        for word in HARD_WORDS.finditer(re.sub(r"[\W_]+", " ", KEPT.sub("", path.read_text())))
     ]
     words = "CONTRIBUTING, English; the words of docs/reference/glossary.md"
     assert len(found) <= MOST_HARD_WORDS[place], "\n".join([words, *found])
