@@ -23,17 +23,17 @@ MAX_NAME = 70  # letters of a test's name
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 827,
-    "operator/src": 11_934,
-    "trainer/src": 27_257,
+    "contract/src": 829,
+    "operator/src": 11_950,
+    "trainer/src": 27_271,
     "tools/src": 5_873,
-    "plugin/src": 3_049,
+    "plugin/src": 3_053,
     "dev/bench": 4_456,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 61_767,
+    "tests": 61_807,
 }
-MOST_WORDS = 59_900  # of all pages in docs
+MOST_WORDS = 60_009  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

@@ -452,6 +452,11 @@ class TestStrangers:
         assert "step -" in lines
         assert len(" ".join(row(job(phase="Running"), {0: Report({"phase": "p" * 10**6})}))) < 1000
 
+    def test_the_programs_own_numbers(self) -> None:
+        answers = {0: Report({"step": 4, "metrics": {"accuracy": 0.98, "x": "y"}})}
+        assert "step 4, accuracy 0.98" in "\n".join(head(job(phase="Running"), answers))
+        head(job(phase="Running"), {0: Report({"metrics": ["x"]})})
+
     def test_pods_that_only_claim_to_be_members(self):
         ours = {"ownerReferences": [{"controller": True, "uid": "u"}]}
         assert gang._is_ours(job(), pod(**ours))

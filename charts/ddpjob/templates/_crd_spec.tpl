@@ -673,7 +673,8 @@ properties:
         description: >-
           Whether the operator creates a NetworkPolicy that lets only members of the gang
           reach each other's ports, and the metrics port everyone, or the clients that the
-          operator's --metrics-from names. Immutable.
+          operator's --metrics-from names. Ports that the template declares are open to everyone,
+          but for spec.port. Immutable.
         type: boolean
         default: true
         x-kubernetes-validations:

@@ -331,6 +331,12 @@ properties:
           program that reports no steps, what it has printed.
         type: string
         maxLength: 64
+      metrics:
+        description: Numbers of the program's own, of run.log() or spec.output, at most 8.
+        type: object
+        maxProperties: 8
+        additionalProperties:
+          type: number
       printedStep:
         description: The step that a program without our library has printed; see spec.output.
         type: integer

@@ -253,7 +253,8 @@ class TerminationReport(TypedDict, total=False):
     rounds: list[Round]  # the newest, oldest first, as many as fit
     spent: Spent  # of the launcher of replica 0
     resumed: Resumed
-    printed: dict[str, float]  # as in State
+    printed: dict[str, float]  # these two as in State
+    metrics: dict[str, float]
 
 
 #: In an exception: no address of rank 0 was found; ranks ended early. exits.kind_of() reads it.
@@ -291,4 +292,5 @@ class State(TypedDict, total=False):
     straggler: Straggler
     #: step, totalSteps, loss, stepsPerSecond, as a program prints them that reports no steps.
     printed: dict[str, float]
+    metrics: dict[str, float]  # the program's own numbers, by run.log() or as it prints them
     stacks: str  # of all threads of a process that hung

@@ -43,6 +43,14 @@ def test_it_is_shown_with_an_estimate_of_the_end():
     )
 
 
+def test_the_programs_own_numbers_are_shown_at_most_eight():
+    own = {"accuracy": 0.98123456, "x\n" * 99: 1.0, "bad": "y", **{f"n{i}": i for i in range(9)}}
+    found = running().poll(step=7, metrics=own).wait(60).status["progress"]["metrics"]
+    assert len(found) == 8
+    assert (found["accuracy"], "bad" in found) == (0.981235, False)
+    assert max(map(len, found)) <= 40
+
+
 def test_what_the_library_reports_comes_first():
     world = running().poll(step=7, totalSteps=9, printed=PRINTED).wait(60)
     assert world.status["progress"]["stepOfTotal"] == "7/9"

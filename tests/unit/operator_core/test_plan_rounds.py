@@ -228,7 +228,8 @@ def test_the_hub_has_a_port_of_its_own(port, metrics, declared, hub):
     _, service, policy = render.network(observe.job(obj), spec.parse(obj["spec"]))
     assert {p["name"]: p["port"] for p in service["spec"]["ports"]} == {
         "master": port, "hub": hub, "metrics": metrics}  # fmt: skip
-    gang, everyone = policy["spec"]["ingress"]
+    gang, everyone, *own = policy["spec"]["ingress"]
+    assert [p["port"] for one in own for p in one["ports"]] == declared, "they ask to be reached"
     assert "ports" not in gang, "members reach each other on every port, the hub's too"
     assert [p["port"] for p in everyone["ports"]] == [metrics]
 

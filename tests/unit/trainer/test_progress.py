@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter, read_state
+from ddpjob_trainer.liveness.heartbeat import (
+    VALUES,
+    RankState,
+    RankStateWriter,
+    read_report,
+    read_state,
+)
 from ddpjob_trainer.telemetry import progress as progress_module
 from ddpjob_trainer.telemetry.event_log import EventLog, read_events
 from ddpjob_trainer.telemetry.progress import Progress
@@ -182,3 +188,16 @@ def test_numbers_of_all_kinds_can_be_logged_and_nothing_else():
     wanted = {"a": 1.0, "b": 0.5, "c": 1.0, "d": 1.0, "e": 1e30, "f": float("inf")}
     assert list(pending.take()) == [(1, wanted)]
     assert not list(pending.take())
+
+
+def test_what_the_script_logs_is_shown_by_the_launcher(tmp_path, clock, capsys):
+    progress = begun(tmp_path)
+    progress._metrics.due = lambda *, force=False: False  # type: ignore[method-assign]
+    progress.log(1, {"accuracy %": 0.5, "bad": math.nan, **{f"n{i}": float(i) for i in range(20)}})
+    progress.body_ended()
+    progress._metrics.due = lambda *, force=False: True  # type: ignore[method-assign]
+    progress._metrics.flush = lambda: None  # type: ignore[method-assign]
+    progress.stepped(1, 0.5)
+    found = read_report(tmp_path, VALUES)
+    assert len(found) == 16
+    assert found["accuracy__"] == 0.5

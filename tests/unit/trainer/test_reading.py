@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_a_program_with_the_library_is_read_by_the_users_expressions_alone():
     assert (ours.off, ours.facts()) == (True, None)
     ours = Reading({"metrics": {"acc": r"acc (\S+)"}}, print, forms=False)
     fed(ours, {0: "step 3 loss 0.5 acc 0.75\n"})
-    assert (ours.off, ours.facts(), ours.numbers.metrics) == (False, None, {"acc": 0.75})
+    assert (ours.off, ours.facts(), ours.reader.numbers.metrics) == (False, None, {"acc": 0.75})
 
 
 def test_an_expression_that_would_never_end_is_left_out():
@@ -79,7 +80,13 @@ def test_what_the_library_reports_counts(tmp_path):
     assert ("step" not in made, made["printed"]) == (True, {"step": 4, "loss": 0.25})
     body = state_body(RankState(0, "step", step=7), attempt=1, round_=0, results=printed)
     assert ("printed" not in body, body["step"]) == (True, 7)
-    counted = LauncherMetrics(printed={"step": 4.0, "loss": 0.25})
+    printed = replace(printed, values={f"v{n}": 0.5 for n in range(9)})
+    made = termination.make_report(None, None, [], round_=0, terminated=False, results=printed)
+    assert len(made["metrics"]) == 8
+    termination.encode({**made, "metrics": {"x" * 3000: 1.0}})  # comes to an end
+    counted = LauncherMetrics()
+    counted.printed, counted.value = {"step": 4.0}, lambda: {"accuracy": 0.98}
+    assert b'ddpjob_trainer_value{name="accuracy"} 0.98' in as_text(tmp_path, counted)
     assert b'ddpjob_trainer_step{rank="0"} 4.0' in as_text(tmp_path, counted)
 
 

@@ -16,8 +16,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, Self
 
-import ddpjob_contract as contract
-from ddpjob_contract import NEWEST
+from ddpjob_contract import NEWEST, OUTPUT
 from ddpjob_contract.output import flaw
 from ddpjob_trainer.errors import ConfigError
 
@@ -208,7 +207,7 @@ def output_of(given: Mapping[str, Any], read: Sequence[str]) -> Mapping[str, Any
         else:
             found["metrics"] = {**found.get("metrics", {}), what: pattern}
     if why := flaw(found):
-        raise ConfigError(f"{'--read' if read else contract.OUTPUT}: {why}")
+        raise ConfigError(f"{'--read' if read else OUTPUT}: {why}")
     return found
 
 

@@ -272,6 +272,10 @@ def _network_policy(
     metrics: dict[str, Any] = {"ports": [{"protocol": "TCP", "port": spec.metrics_port}]}
     if metrics_from:
         metrics["from"] = [dict(peer) for peer in metrics_from]
+    ingress = [{"from": [{"podSelector": selector}]}, metrics]
+    # Who declares a port has it asked: TensorBoard's, or that of an exporter.
+    if own := sorted(spec.template.ports - {spec.port, spec.metrics_port}):
+        ingress.append({"ports": [{"protocol": "TCP", "port": port} for port in own]})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -279,7 +283,7 @@ def _network_policy(
         "spec": {
             "podSelector": selector,
             "policyTypes": ["Ingress"],
-            "ingress": [{"from": [{"podSelector": selector}]}, metrics],
+            "ingress": ingress,
         },
     }
 

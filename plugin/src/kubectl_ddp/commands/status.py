@@ -316,6 +316,10 @@ def _progress(progress: Mapping[str, Any], phase: str, first: Report, now: datet
         number = report.number(name)
         stale = name == "samplesPerSecond" and age > _STALE and phase not in TERMINAL_PHASES
         parts += [words.format(number)] if number is not None and not stale else []
+    values = progress.get("metrics")
+    numbers = Report(values if isinstance(values, dict) else {})
+    named = ((name, numbers.number(name)) for name in list(numbers.state)[:8])
+    parts += [f"{name[:40]} {_number(number)}" for name, number in named if number is not None]
     if parts and age > _STALE and phase not in TERMINAL_PHASES:
         parts.append(f"last reported {duration(age)} ago")
     if not parts and report.text("phase") == "startup":

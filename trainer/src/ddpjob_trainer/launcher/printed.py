@@ -167,15 +167,11 @@ class Reader:
         fast = rate is not None and (_number(rate[1]) or 0.0) > _MOST_RATE
         if fast or _ODD_UNIT.search(bar[4]) or step > end:
             return
+        trains = _TRAINS.search(name) and not _OTHER.search(name)
         if epoch := re.search(_EPOCH, name, re.IGNORECASE):
-            if not _OTHER.search(name):
+            if trains:
                 self._within(epoch[1], epoch[2], bar[2], bar[3], text=bar[0], now=now, rank=2)
-        elif (
-            name
-            and name.rstrip(": ").lower() != "epoch"
-            and _TRAINS.search(name)
-            and not _OTHER.search(name)
-        ):
+        elif trains and name.rstrip(": ").lower() != "epoch":
             self._count(name, step, end, now, rank=2)
         elif not name and step:
             self._read_unnamed(bar[0], step, end, now, with_loss=with_loss)
@@ -271,10 +267,6 @@ _EVERY_SECONDS: Final = 0.25
 _MOST_SECONDS: Final = 0.1
 
 
-class _TooSlowError(Exception):
-    """An expression has used up its time."""
-
-
 class Reading:
     """Numbers of the present round, for show only. ``output``: spec.output."""
 
@@ -288,19 +280,12 @@ class Reading:
         self._said = self._due = 0.0
         self.pace = Pace()
         given = output if forms or output.get("forms") else {**output, "forms": "Never"}
-        self._reader = Reader(given, self._search)
+        self.reader = Reader(given, self._search)
         self.off = given.keys() <= {"forms"} and given.get("forms") == "Never"
-        if not self.off:
-            signal.signal(signal.SIGVTALRM, self._ring)
-
-    @property
-    def numbers(self) -> Numbers:
-        """Return what was read last; from another thread, too."""
-        return self._reader.numbers
 
     def begin(self) -> None:
         """Start over with a round."""
-        self._reader.begin()
+        self.reader.begin()
         self.pace = Pace()
 
     def look(self, pump: OutputPump, now: float, *, last: bool = False) -> bool:
@@ -309,13 +294,13 @@ class Reading:
             return False
         self._due = now + _EVERY_SECONDS
         for line in pump.fresh():
-            self._reader.read(line, now)
-        if self.numbers.step is not None:
-            self.pace.count(self.numbers.step, now)
-        if self._reader.recognized and not self._said:
+            self.reader.read(line, now)
+        if self.reader.numbers.step is not None:
+            self.pace.count(self.reader.numbers.step, now)
+        if self.reader.recognized and not self._said:
             self._said = now
             found = "; ".join(
-                f"{of} in {text.strip()[:60]!r}" for of, text in self._reader.recognized.items()
+                f"{of} in {text.strip()[:60]!r}" for of, text in self.reader.recognized.items()
             )
             self._say(
                 f"read from the output, only to be shown: {found}; to read otherwise set"
@@ -326,38 +311,34 @@ class Reading:
 
     def facts(self) -> dict[str, float] | None:
         """Return State.printed, None while nothing was read."""
-        found, now = self.numbers, time.monotonic()
-        values = {
-            "step": found.step,
-            "totalSteps": found.total_steps,
-            "loss": found.loss,
-            "stepsPerSecond": self.pace.per_second(now),
-        }
+        found, rate = self.reader.numbers, self.pace.per_second(time.monotonic())
+        values = {"step": found.step, "totalSteps": found.total_steps, "loss": found.loss}
+        values["stepsPerSecond"] = rate
         return {name: value for name, value in values.items() if value is not None} or None
 
     def metrics(self) -> dict[str, float]:
         """Return values by the names of the library's metrics."""
-        found = self.numbers
-        since = time.time() - time.monotonic()
+        found = self.reader.numbers
         values = {"step": found.step, "loss": found.loss}
         if found.at:
-            values["heartbeat_timestamp_seconds"] = found.at + since
+            values["heartbeat_timestamp_seconds"] = found.at - time.monotonic() + time.time()
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def _ring(self, signum: int, frame: object) -> None:
         if self._searching:
             self._searching = False
-            raise _TooSlowError
+            raise TimeoutError
 
     def _search(self, pattern: re.Pattern[str], line: str) -> re.Match[str] | None:
         if pattern.pattern in self._slow:
             return None
         try:
+            signal.signal(signal.SIGVTALRM, self._ring)
             self._searching = True
             signal.setitimer(signal.ITIMER_VIRTUAL, _MOST_SECONDS)
             found = pattern.search(line)
             self._searching = False
-        except _TooSlowError:
+        except TimeoutError:
             self._slow.add(pattern.pattern)
             self._say(
                 f"warning: the expression {pattern.pattern!r} of spec.output took more than"

@@ -32,7 +32,7 @@ from ddpjob_trainer.launcher.printed import Reading
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import endpoints, evidence, termination
 from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics, forget_dead
-from ddpjob_trainer.launcher.reports.state import Summary, state_body
+from ddpjob_trainer.launcher.reports.state import Results, Summary, state_body
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.launcher.workdir import Checkpoints
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
@@ -287,8 +287,7 @@ class Supervisor:
         for local_rank in range(config.nproc):
             self._pump.collect(config.rank(local_rank))
         self._reading.look(self._pump, now=time.monotonic(), last=True)
-        results = self._summary.close(workers, signalled=ended.signal != 0)
-        results = replace(results, printed=self._reading.facts())
+        results = self._shown(self._summary.close(workers, signalled=ended.signal != 0))
         code = termination.finish(config, workers, self._pump, results, ended, left, self._log.say)
         self._member.close()
         self._evidence.end(ended, self._member.hub, self._phase.round.hub_lost, code)
@@ -300,6 +299,7 @@ class Supervisor:
 
     def _serve(self) -> endpoints.Server | None:
         port, metrics = self._config.metrics_port, self._runtime_dir.metrics
+        self._counted.value = lambda: self._shown(self._summary.read(self._workers)).values or {}
         healthy = lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS  # noqa: E731
         try:
             if port is not None:
@@ -307,6 +307,11 @@ class Supervisor:
         except OSError as error:
             self._log.say(f"no /state and /metrics: port {port}: {error.strerror}")
         return None
+
+    def _shown(self, results: Results) -> Results:
+        """Add what the program has printed; values that the library has come first."""
+        values = {**self._reading.reader.numbers.metrics, **(results.values or {})}
+        return replace(results, printed=self._reading.facts(), values=values)
 
     def _state(self) -> State:
         config, round_, workers = self._config, self._phase.round, self._workers
@@ -316,7 +321,7 @@ class Supervisor:
             attempt=workers.key.number,
             round_=workers.round,
             gang=self._member.gang,
-            results=replace(self._summary.read(workers), printed=self._reading.facts()),
+            results=self._shown(self._summary.read(workers)),
             stacks=self._hangs.stacks,
             pace=round_.pace.per_second(time.monotonic()),
         )

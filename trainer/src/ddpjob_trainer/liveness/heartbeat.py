@@ -53,6 +53,8 @@ RESUMED: Final = "resumed.json"
 PROOF: Final = "proof.json"
 #: The rank that holds up the others.
 STRAGGLER: Final = "straggler.json"
+#: The newest of the script's own numbers, by name.
+VALUES: Final = "values.json"
 #: A worker has compiled its model.
 COMPILES: Final = "compiles.json"
 _MAX_EXCEPTION: Final = 384
@@ -189,7 +191,7 @@ class RankStateWriter:
         self._ending = ending
         self.update()
 
-    def report(self, name: str, facts: Resumed | Proof | Straggler | dict[str, str]) -> None:
+    def report(self, name: str, facts: Resumed | Proof | Straggler | dict[str, Any]) -> None:
         """Report to the launcher, under one of the names above, unless the disk is full."""
         if self._directory is not None:
             with contextlib.suppress(OSError):
@@ -247,7 +249,7 @@ def read_report(directory: Path, name: str) -> Any:
         found = json.loads((directory / name).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and len(str(found)) < BLOCK else None
+    return found if isinstance(found, dict) and len(str(found)) < 4 * BLOCK else None
 
 
 def read_state(directory: Path, rank: int) -> RankState | None:

@@ -114,6 +114,9 @@ LAUNCHER: Final = (
         "How long the processes of the last round took to end once they were killed.",
         (),
     ),
+    Spec(
+        "value", "gauge", "A number of the program's own, of run.log() or spec.output.", ("name",)
+    ),
     Spec("hangs", "counter", "Processes ended because they hung, by phase.", ("phase",)),
 )
 

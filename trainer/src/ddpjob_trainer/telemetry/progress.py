@@ -7,6 +7,8 @@ rank's record with its signs of life, metrics, the event log and lines for peopl
 from __future__ import annotations
 
 import contextlib
+import math
+import re
 import sys
 import threading
 import time
@@ -22,6 +24,7 @@ from ddpjob_trainer.liveness.heartbeat import (
     PROOF,
     RESUMED,
     STRAGGLER,
+    VALUES,
     Activity,
     Phase,
     RankStateWriter,
@@ -33,6 +36,8 @@ from ddpjob_trainer.telemetry.metrics import Metrics
 from ddpjob_trainer.telemetry.run_log import CLOSE_SECONDS, HURRY_SECONDS, Pending, Sink, Values
 
 _LOG_LINES = 40  # in a whole run, when Logging.every is not given
+_MOST_VALUES = 16
+_ODD = re.compile(r"[^A-Za-z0-9_./@-]")  # in a name: it becomes a label
 _RATE_SECONDS = 60.0  # between two rates where lines are further apart
 Readings = Callable[[], Mapping[str, float]]
 
@@ -64,6 +69,7 @@ class Progress:
         self._events = events
         self._sinks = sinks
         self._pending = Pending()
+        self._values: dict[str, float] = {}  # the script's own, for the launcher to show
         self._readings: Readings = dict
         self._rated = (0, 0.0)  # step and time of the last rate
         self._last = 0.0  # when the last step ended
@@ -321,11 +327,15 @@ class Progress:
         for name, value in self._readings().items():
             metrics.set(name, value)
         metrics.flush()
+        if self._rank == 0 and self._values:
+            self._writer.report(VALUES, self._values)
 
     def _report_logged(self, *, step: bool = False) -> None:
         for number, values in self._pending.take(step=step):
             self._event("log", step=number, values={n: exact(v) for n, v in values.items()})
             self._send(number, values)
+            named = {_ODD.sub("_", n)[:40]: v for n, v in values.items() if math.isfinite(v)}
+            self._values = dict([*(self._values | named).items()][:_MOST_VALUES])
 
     def _send(self, step: int, values: Mapping[str, float]) -> None:
         for sink in self._sinks:

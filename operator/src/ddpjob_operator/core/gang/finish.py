@@ -124,6 +124,7 @@ def _with_last_words(old: Progress, first: Pod | None, now: datetime) -> Progres
         printed_step=last.printed_step,
         printed_total_steps=last.printed_total_steps,
         loss=last.loss,
+        metrics=last.metrics,
         snapshot_step=last.snapshot_step or None,
         file_at=last.file_at,
         resumed=last.resumed,

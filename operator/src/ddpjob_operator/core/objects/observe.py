@@ -27,7 +27,7 @@ from ddpjob_operator.core.objects.json_read import (
 )
 from ddpjob_operator.core.objects.ledger import LauncherAccount
 from ddpjob_operator.core.objects.ranges import parse_pairs
-from ddpjob_operator.core.objects.status import Progress, Proof, Straggler
+from ddpjob_operator.core.objects.status import Progress, Proof, Straggler, metrics
 
 #: No attempt has so many rounds: a larger number is ignored.
 _ROUNDS: Final = 100_000
@@ -91,6 +91,7 @@ class Report(Round):
     loss: float | None = None
     printed_step: int | None = None
     printed_total_steps: int | None = None
+    metrics: Mapping[str, float] | None = None
     file_at: datetime | None = None
     rounds: tuple[Round, ...] = ()
     spent: LauncherAccount | None = None
@@ -267,6 +268,9 @@ def _printed(raw: Mapping[str, Any]) -> dict[str, Any]:
         "loss": _rounded(raw.get("loss", printed.get("loss")), 6),
         "printed_step": opt_count(printed.get("step")),
         "printed_total_steps": opt_count(printed.get("totalSteps")),
+        "metrics": metrics(
+            {clean(name, 40): _rounded(v, 6) for name, v in mapping(raw.get("metrics")).items()}
+        ),
     }
 
 

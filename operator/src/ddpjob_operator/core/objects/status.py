@@ -168,6 +168,7 @@ class Progress:
     total_steps: int | None = None
     printed_step: int | None = None
     printed_total_steps: int | None = None
+    metrics: Mapping[str, float] | None = None  # the program's own numbers
     loss: float | None = None
     samples_per_second: float | None = None
     steps_per_second: float | None = None
@@ -470,6 +471,12 @@ def _failures(items: object) -> list[Failure]:
     return [Failure(**one) for one in found if one["detected_at"] and one["cls"] in _CLASSES]
 
 
+def metrics(raw: object) -> dict[str, float] | None:
+    """Read the first numbers of a mapping, None if there is none."""
+    found = ((str(name)[:40], opt_number(value)) for name, value in mapping(raw).items())
+    return dict([(name, value) for name, value in found if value is not None][:8]) or None
+
+
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:
     found = _written(progress, _PROGRESS)
     step, total = progress.shown
@@ -521,7 +528,7 @@ _FAILURE: Final = _table(
 )
 _STALLED: Final = _table(Stalled, known=lambda value: value if value in get_args(Known) else "")
 _RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: opt_count(value) or 0)
-_PROGRESS: Final = _table(Progress)
+_PROGRESS: Final = _table(Progress, metrics=metrics)
 _TIMINGS: Final = _table(Timings)
 _ETA: Final = _table(Eta, remaining=partial(text, limit=32))
 _LEASE: Final = partial(text, limit=400)

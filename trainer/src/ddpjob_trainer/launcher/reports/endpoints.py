@@ -51,6 +51,7 @@ class LauncherMetrics:
     rounds: Counter[str] = field(default_factory=Counter)  # by kind
     hangs: Counter[str] = field(default_factory=Counter)  # by phase
     printed: Mapping[str, float] = field(default_factory=dict)  # metrics of rank 0, by name
+    value: Callable[[], Mapping[str, float]] = dict  # the program's own, by name
 
 
 def forget_dead(directory: Path) -> None:
@@ -99,11 +100,12 @@ class _Metrics:
                 yield shown
         for spec in metrics.LAUNCHER:
             value = getattr(self.counted, spec.name)
-            if spec.type == "gauge":
+            if not spec.labels:
                 yield GaugeMetricFamily(spec.full_name, spec.help, value=value)
                 continue
-            family = CounterMetricFamily(spec.full_name, spec.help, labels=spec.labels)
-            for label, count in sorted(value.items()):
+            kind = GaugeMetricFamily if spec.type == "gauge" else CounterMetricFamily
+            family = kind(spec.full_name, spec.help, labels=spec.labels)
+            for label, count in sorted((value() if callable(value) else value).items()):
                 family.add_metric([label], count)
             yield family
 

@@ -23,7 +23,14 @@ from urllib.parse import parse_qs
 from ddpjob_contract import Proof, Resumed, Round, Spent, State, Straggler
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness.heartbeat import PROOF, RESUMED, STRAGGLER, RankState, read_report
+from ddpjob_trainer.liveness.heartbeat import (
+    PROOF,
+    RESUMED,
+    STRAGGLER,
+    VALUES,
+    RankState,
+    read_report,
+)
 
 # --- Seconds: the launcher's share of the ledger --------------------------------------------------
 # The supervisor says which stretch begins; rank 0's record says how its steps were spent. /state
@@ -230,6 +237,7 @@ def _entries(
 # --- The state ------------------------------------------------------------------------------------
 
 _VERSION: Final = 1
+_MOST_VALUES: Final = 8  # more are in /metrics
 #: For the progress path: a file server that does not answer must not delay the launcher.
 _POLL_SECONDS: Final = 0.2
 
@@ -248,6 +256,7 @@ class Results:
     spent: Spent | None = None  # of the launcher of replica 0
     straggler: Straggler | None = None  # of this round
     printed: dict[str, float] | None = None  # what rank 0 has printed in this round
+    values: dict[str, float] | None = None  # numbers of the program's own, by name
 
     def after(self, workers: WorkerGroup) -> Results:
         """Add the records of a round's workers."""
@@ -261,6 +270,7 @@ class Results:
             resumed=read_report(workers.state_dir, RESUMED) or self.resumed,
             straggler=read_report(workers.state_dir, STRAGGLER),
             proof=_newest(read_report(workers.state_dir, PROOF), self.proof),
+            values=read_report(workers.state_dir, VALUES) or self.values,
         )
 
     def facts(self, state: RankState | None) -> dict[str, Any]:
@@ -275,6 +285,7 @@ class Results:
             "spent": self.spent,
             # What the library reports counts; without it this is shown, and decides nothing.
             "printed": self.printed if state is None else None,
+            "metrics": dict([*(self.values or {}).items()][:_MOST_VALUES]) or None,
         }
 
 

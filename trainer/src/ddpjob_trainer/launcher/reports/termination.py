@@ -267,7 +267,8 @@ def encode(report: TerminationReport) -> bytes:
         elif rounds:
             report["rounds"] = rounds[1:]
         else:
-            report.pop("printed" if "printed" in report else "exception", None)  # type: ignore[misc]
+            longest = next((name for name in ("metrics", "printed") if name in report), "exception")
+            report.pop(longest, None)  # type: ignore[misc]
 
 
 def write(report: TerminationReport, path: Path, *, create: bool) -> str:
