@@ -65,7 +65,7 @@ def test_a_file_server_that_does_not_answer_is_asked_once(monkeypatch):
         answers.wait(PATIENCE)
         return [(1, [], (0, 1), "ck/1.pt")]
 
-    monkeypatch.setattr(workdir, "matches", look)
+    monkeypatch.setattr(workdir, "matching_checkpoints", look)
     looked = Checkpoints("ck/*.pt")
     assert [looked.look(), looked.look()] == [None, None]
     answers.set()
