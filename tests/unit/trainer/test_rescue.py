@@ -1,8 +1,10 @@
 """What a survivor keeps of the newest step boundary, and how it saves that at a launcher's word."""
 
 import json
+import selectors
 import socket
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,8 @@ from torch import nn
 
 from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.gradients.ddp import DdpAveraging
+from ddpjob_trainer.launcher.hub.messages import Rescuing
+from ddpjob_trainer.launcher.rescue import Rescuer
 from ddpjob_trainer.liveness.marks import Marks, MarksWriter, read_marks, socket_path
 from ddpjob_trainer.snapshot.ondisk import manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
@@ -25,6 +29,7 @@ from support.patience import PATIENCE
 from support.snapshots import whole
 
 RANK = 2
+CPU = accelerator.of(torch.device("cpu"))
 
 
 class Trained:
@@ -181,8 +186,7 @@ class Launcher:
 def survivor(trained, tmp_path):  # type: ignore[no-untyped-def]
     files = SnapshotFiles(tmp_path, 1, "abcd", 2)
     files.directory.mkdir()
-    cpu = accelerator.of(torch.device("cpu"))
-    world: Any = SimpleNamespace(rank=RANK, size=3, accelerator=cpu)
+    world: Any = SimpleNamespace(rank=RANK, size=3, accelerator=CPU)
     snapshots: Any = SimpleNamespace(alone=lambda: (files, 0.25), made=20, newest=10)
     rescue = Rescue(tmp_path, world, snapshots)
     rescue.begin(trained.boundary, lambda: {"seed": 7, "best": {}}, 24)
@@ -257,3 +261,85 @@ def test_marks_tell_what_a_rescue_would_save(tmp_path):
     assert read_marks(tmp_path, 0) == marks
     assert marks.saved == 12.0
     assert Marks(5, -1, True, True, 1.0).saved == 5.0
+
+
+# --- Its launcher ------------------------------------------------------------------------------
+
+
+class Seat:
+    """A launcher whose workers are the ranks given, in this process; ``said`` goes to the hub."""
+
+    def __init__(self, trained: Trained, directory: Path, *ranks: int, pays: bool = True) -> None:
+        files = SnapshotFiles(directory, 1, "abcd", 2)
+        files.directory.mkdir(exist_ok=True)
+        self.directory = files.directory
+        self.said: list[Rescuing] = []
+        self.ended: list[float] = []
+        self.spared: list[set[int]] = []
+        self.selector = selectors.DefaultSelector()
+        for rank in ranks:
+            world: Any = SimpleNamespace(rank=rank, size=3, accelerator=CPU)
+            snapshots: Any = SimpleNamespace(alone=lambda: (files, 0.25), made=20, newest=20)
+            rescue = Rescue(directory, world, snapshots)
+            rescue.begin(trained.boundary, dict, 24)
+            assert rescue._marks is not None
+            rescue._marks.write(Marks(24, 20, True, True, PATIENCE if pays else 0.01, 0.25))
+        self.workers: Any = SimpleNamespace(
+            state_dir=directory, round=0, pids=dict.fromkeys(ranks, 1), kill_at=None,
+            kill_by=self.ended.append,
+            spare=lambda chosen, now, until: self.spared.append(set(chosen)),
+        )  # fmt: skip
+        self.rescuer = Rescuer(
+            self.workers, self.selector, lambda said, _: self.said.append(said), print
+        )  # type: ignore[arg-type]
+
+    def until(self, done: Callable[[], object]) -> None:
+        while not done():
+            for key, _ in self.selector.select(PATIENCE):
+                key.data(100.0)
+
+
+def test_two_workers_of_a_launcher_save_the_step_by_themselves(trained, tmp_path):  # type: ignore[no-untyped-def]
+    # Both hold one boundary here, which one at a time may read: who vouches comes first.
+    seat = Seat(trained, tmp_path, 1, 2)
+    trained.boundary.reading = lambda seconds: nullcontext()
+    assert seat.rescuer.begin("alone", 100.0)
+    seat.until(lambda: seat.ended)
+    assert seat.spared == [{1, 2}]
+    assert seat.said == [Rescuing(0, "yes", "own")]
+    assert [manifest.step_of(path.name) for path in manifest.listed(seat.directory)] == [24]
+    seat.selector.close()
+
+
+def test_one_worker_waits_for_the_word_of_another_launcher(trained, tmp_path):  # type: ignore[no-untyped-def]
+    seat = Seat(trained, tmp_path, 1)
+    assert not seat.rescuer.begin("alone", 100.0)
+    assert seat.rescuer.begin("write", 100.0)
+    seat.until(lambda: len(seat.said) == 2)
+    assert seat.said == [Rescuing(0, "no"), Rescuing(0, "yes")]
+    assert manifest.listed(seat.directory) == []
+    seat.rescuer.agree(word_of(24, trained.boundary.captured(0)))
+    seat.until(lambda: seat.ended)
+    assert len(manifest.listed(seat.directory)) == 1
+    seat.selector.close()
+
+
+def test_a_launcher_passes_on_the_word_of_who_vouches(trained, tmp_path):  # type: ignore[no-untyped-def]
+    seat = Seat(trained, tmp_path, 1)
+    assert seat.rescuer.begin("vouch", 100.0)
+    seat.until(lambda: seat.ended)
+    assert seat.said == [Rescuing(0, "word", word_of(24, trained.boundary.captured(0)))]
+    assert list(seat.directory.iterdir()) == []
+    seat.selector.close()
+
+
+def test_nothing_is_saved_where_it_does_not_pay_or_nobody_can(trained, tmp_path):  # type: ignore[no-untyped-def]
+    cheap = Seat(trained, tmp_path, 1, 2, pays=False)
+    assert not cheap.rescuer.begin("write", 100.0)
+    assert cheap.said == [Rescuing(0, "no")]
+    for path in tmp_path.glob("*.marks"):
+        path.unlink()
+    assert not cheap.rescuer.begin("write", 100.0)
+    assert cheap.said[1:] == [Rescuing(0, "next")]
+    assert cheap.spared == []
+    cheap.selector.close()

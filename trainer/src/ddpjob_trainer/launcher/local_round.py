@@ -18,6 +18,7 @@ from ddpjob_trainer.launcher.hub.membership import Membership
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.printed import Pace
 from ddpjob_trainer.launcher.reports.termination import Ended
+from ddpjob_trainer.launcher.rescue import Rescuer
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 #: When no round can follow: seconds for a worker's last output after another one failed.
@@ -46,6 +47,7 @@ class LocalRound:
     say: Callable[[str], None]
     hub_lost: str = ""
     warned: bool = False
+    rescuer: Rescuer | None = None  # None: rescues are off
     pace: Pace = field(default_factory=Pace)
 
     def end_by_grace(self, now: float) -> None:
@@ -120,11 +122,15 @@ class Phase:
     def handle(self, message: messages.Message, now: float) -> Phase:
         """Do as any other of the hub's messages says."""
         round_, ended = self.round, self.round.ended
-        if isinstance(message, messages.Stop):
+        rescuer = round_.rescuer
+        if isinstance(message, messages.Stop) and message.rescue == "word":
+            if rescuer is not None and message.round == round_.workers.round:
+                rescuer.agree(message.word)
+        elif isinstance(message, messages.Stop):
             if message.round == round_.workers.round and not (self.stopped or ended.signal):
                 if message.graceful:
                     round_.end_by_grace(now)  # with the launcher that leaves
-                else:
+                elif not (message.rescue and rescuer and rescuer.begin(message.rescue, now)):
                     last_words = 0 if round_.member.rounds else _LAST_WORDS_SECONDS
                     round_.workers.stop(now, last_words=last_words)
                 return Stopping(round_, now)

@@ -33,6 +33,7 @@ from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.reports import endpoints, evidence, termination
 from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.reports.state import Results, Summary, state_body
+from ddpjob_trainer.launcher.rescue import Rescuer
 from ddpjob_trainer.launcher.starter import Starter
 from ddpjob_trainer.launcher.workdir import Checkpoints
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
@@ -140,7 +141,10 @@ class Supervisor:
         config, say, path = self._config, self._log.say, self._runtime_dir.round_path(key)
         unresolved = lambda: self._hangs.names.lasting  # noqa: E731
         workers = WorkerGroup(config, key, path, self._pump, say, unresolved)
-        return LocalRound(config, workers, self._member, self._ended, say)
+        rescuer = None
+        if config.env.rescue:
+            rescuer = Rescuer(workers, self._selector, self._member.link.send, say)
+        return LocalRound(config, workers, self._member, self._ended, say, rescuer=rescuer)
 
     def _begin(self, key: Key, now: float, *, again: bool = False) -> None:
         """Begin a round. ``again``: one was before it here."""

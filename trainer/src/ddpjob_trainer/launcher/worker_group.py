@@ -271,6 +271,15 @@ class WorkerGroup:
         self._recall(signal.SIGKILL, now)
         self.kill_by(now + last_words)
 
+    def spare(self, chosen: Collection[int], now: float, until: float) -> None:
+        """End all workers but these ranks, which have until a monotonic time."""
+        self.stopping = True
+        self._recall(signal.SIGKILL, now)
+        for rank, pid in self.pids.items():
+            if rank not in chosen:
+                self._kill(pid, now)
+        self.kill_at = until
+
     def kill_by(self, moment: float) -> None:
         """Kill all running workers at this monotonic time; the earliest time counts."""
         self.kill_at = min(self.kill_at or moment, moment)

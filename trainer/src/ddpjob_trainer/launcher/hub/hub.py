@@ -8,7 +8,7 @@ others wait until its place is filled: by a standby, a new pod, or the same one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +20,8 @@ from ddpjob_trainer.launcher.hub.rounds import History, Limits, Outcome, Seats
 
 #: From Stop, or from a launcher's last Exiting, until all have ended.
 BARRIER_SECONDS = 5.0
+#: A survivor that is to save a step says so in this time, or the others are stopped as well.
+RESCUE_SECONDS = 0.3
 #: The supervisor's loop calls at least this often. A longer pause means that the hub's launcher
 #: itself was stopped, and read no messages.
 _POLL_SECONDS = 1.0
@@ -164,7 +166,7 @@ class Hub:
             raise ValueError(f"a launcher must not say {type(message).__name__}")
         if message.round != self.history.round or seat not in self.seats.serving:
             return
-        if isinstance(message, messages.Exiting):
+        if isinstance(message, messages.Exiting | messages.Rescuing):
             self.phase.take(seat, message, now)
             return
         self.outcome.note(self.seats.serving.index(seat), message.exits, now)
@@ -330,21 +332,71 @@ class _Running(_Phase):
             return hub.end_by(outcome.cause, why, graceful=graceful)
         outcome.lost_first = outcome.loss(hub.seats.idle_pods()) is not None
         outcome.lasted = 0.0 if self._begun_at is None else now - self._begun_at
-        hub.post_all(messages.Stop(hub.history.round, graceful))
-        return _Stopping(hub, now)
+        survivors = [] if graceful else self._survivors()
+        if not survivors:
+            hub.post_all(messages.Stop(hub.history.round, graceful))
+        return _Stopping(hub, now, survivors)
+
+    def _survivors(self) -> list[int]:
+        """Return who may save the newest step: where a round follows, and a process is alive."""
+        hub, outcome, seats = self._hub, self._hub.outcome, self._hub.seats
+        lost = outcome.lost_first or not rounds.is_final(outcome, hub.limits)
+        there = seats.present - seats.leaving - outcome.done if seats.own.rescues and lost else ()
+        able = [seat for seat in seats.serving if seat in there and seats.members[seat].rescues]
+        return [seat for seat in able if self._left.get(seat, 1)]
 
 
 class _Stopping(_Phase):
-    """Stop was sent to all; not all have stopped."""
+    """Stop was sent to all, first to the ``survivors`` that save a step; not all have stopped."""
 
-    def __init__(self, hub: Hub, now: float) -> None:
+    def __init__(self, hub: Hub, now: float, survivors: Collection[int] = ()) -> None:
         self.barrier_at = now + BARRIER_SECONDS
         super().__init__(hub, self.barrier_at)
         self._since = now
+        self._survivors = [*survivors]  # not yet asked
+        self._writer = -1
+        self._answer_by = 0.0  # until then the others run; 0: they were stopped
+        if survivors:
+            self._ask_to_write(now)
+
+    def _ask_to_write(self, now: float) -> None:
+        self._writer, self._answer_by = self._survivors.pop(0), now + RESCUE_SECONDS
+        self._rescue(self._writer, "write" if self._survivors else "alone")
+
+    def _ask_to_vouch(self) -> None:
+        if self._survivors:
+            self._rescue(self._survivors.pop(0), "vouch")
+        else:
+            self._rescue(self._writer, "word", "none")  # it need not wait for one
+
+    def _rescue(self, seat: int, what: str, word: str = "") -> None:
+        self._hub.post(seat, messages.Stop(self._hub.history.round, rescue=what, word=word))
+
+    def _stop_rest(self, now: float) -> None:
+        self._answer_by, self.barrier_at = 0.0, now + BARRIER_SECONDS
+        self._hub.post_all(messages.Stop(self._hub.history.round))
+
+    def _hear(self, seat: int, said: messages.Rescuing, now: float) -> None:
+        """Take an answer; one that comes too late is passed over."""
+        if said.answer == "word":
+            self._rescue(self._writer, "word", said.word)
+        elif seat != self._writer:
+            self._ask_to_vouch()
+        elif self._answer_by and said.answer == "next" and self._survivors:
+            self._ask_to_write(now)
+        elif self._answer_by:
+            if said.answer == "yes" and said.word != "own":
+                self._ask_to_vouch()
+            self._stop_rest(now)
 
     def tick(self, now: float) -> _Phase:
         """Wait until every launcher has stopped (H2)."""
         hub, seats = self._hub, self._hub.seats
+        if self._answer_by:
+            if self._writer in seats.present - seats.stopped and now < self._answer_by:
+                self.due = self._answer_by
+                return self
+            self._stop_rest(now)
         missing = seats.running()
         self.due = self.barrier_at if missing and now < self.barrier_at else None
         if self.due is not None:
@@ -370,6 +422,8 @@ class _Stopping(_Phase):
         outcome, seats = self._hub.outcome, self._hub.seats
         if isinstance(message, messages.Exiting):
             self.barrier_at = now + BARRIER_SECONDS
+        elif isinstance(message, messages.Rescuing):
+            self._hear(seat, message, now)
         elif seat not in seats.leaving and isinstance(message, messages.Stopped):
             seats.stopped.add(seat)
             outcome.done.discard(seat)

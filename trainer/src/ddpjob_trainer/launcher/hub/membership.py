@@ -365,6 +365,7 @@ def join(
         standby=config.env.standby,
         held=-1 if config.replacement else config.replica,
         token=config.env.token,
+        rescues=config.env.rescue,
     )
     if config.hub_port is not None and config.replica > 0:
         return _follow(config, hello, selector, tell)

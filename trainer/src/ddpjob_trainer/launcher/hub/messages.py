@@ -24,7 +24,7 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit
 MAX_LINE = 64 * 1024
 _KIND = re.compile("[A-Za-z]{1,40}")
 #: Fields that the version before closes a link for: sent only where they say something.
-_LATER = ("foreign", "in_script", "code", "newest")
+_LATER = ("foreign", "in_script", "code", "newest", "rescues", "rescue", "word")
 #: In an exit's exception, all that the version before knows of a drill.
 _DRILL = "drill"
 
@@ -36,7 +36,8 @@ class Hello:
     ``pod``: its uid. ``seat``: its number in the job, the hub's is 0. ``birth``: the attempt in
     which it was made. ``holds``: it waits while a lost launcher is replaced. ``running``: round 0
     of hub ``birth`` runs here; else nothing does. ``standby``: so many stand by in the job.
-    ``held``: the replica that it served last, -1: none. ``token``: the job's secret.
+    ``held``: the replica that it served last, -1: none. ``token``: the job's secret. ``rescues``:
+    a worker here may save the newest step before it is stopped.
     """
 
     uid: str
@@ -49,6 +50,7 @@ class Hello:
     running: bool
     standby: int = 0
     held: int = -1
+    rescues: bool = False
     token: str = field(default="", repr=False)
 
 
@@ -83,6 +85,18 @@ class Done:
 
     round: int
     exits: tuple[Exit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rescuing:
+    """Answer a Stop with ``rescue``: yes; no: it does not pay; next: nobody can here; word.
+
+    ``word``: of a worker that vouches; to a yes: "own", where two of this launcher do it alone.
+    """
+
+    round: int
+    answer: str
+    word: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +145,14 @@ class Stop:
     """End the workers of this round and say Stopped.
 
     ``graceful``: a launcher leaves, so workers may still save together; else they are killed.
+    ``rescue``: one saves the newest step before: "write", "alone" where no other launcher could
+    vouch; "vouch": hash it; "word": to who writes, that of who vouches.
     """
 
     round: int
     graceful: bool = False
+    rescue: str = ""
+    word: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,10 +214,10 @@ class Unknown:
 
 
 Message = (
-    Hello | Failed | Exiting | Stopped | Done | Leaving
+    Hello | Failed | Exiting | Stopped | Done | Rescuing | Leaving
     | Call | Welcome | Refused | Stop | Go | End | Beat | Finished | Unknown
 )  # fmt: skip
-OfRound = Failed | Exiting | Stopped | Done  # what a launcher says of its round
+OfRound = Failed | Exiting | Stopped | Done | Rescuing  # what a launcher says of its round
 _TYPES: dict[str, type[Any]] = {
     kind.__name__: kind for kind in Message.__args__ if kind is not Unknown
 }

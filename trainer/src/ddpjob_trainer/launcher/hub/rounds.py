@@ -217,6 +217,13 @@ def _at_start(exits: Collection[Exit], cause: Exit, lasted: float) -> str:
     return cause.exception if together else ""
 
 
+def is_final(outcome: Outcome, limits: Limits) -> bool:
+    """Return whether no round follows, or a drill's, which repeats steps on purpose."""
+    final, cause = FINAL_EXIT_CODES | limits.final | {ExitCode.HARDWARE}, outcome.cause
+    known = cause is not None and limits.budget > 0 and not _drilled(outcome.exits.values())
+    return not known or (cause is not None and cause.code in final)
+
+
 def drills_left(records: Collection[Round]) -> bool:
     """Return whether the round that follows these may end by a drill."""
     return sum(record.get("kind") == "drill" for record in records) < _DRILLS
