@@ -99,7 +99,7 @@ properties:
       Standby pods beyond replicas, 0 to 64: when a pod other than replica 0's is lost, one of them
       takes its place at once, and the new pod becomes the next standby. They are made once the gang
       runs, and nothing waits for them. They take a pod's resources, and hold their GPUs. Needs our
-      launcher (ddpjob-trainer run), inPlace and replaceSeconds. Immutable.
+      launcher, inPlace and replaceSeconds. Immutable.
     type: integer
     format: int32
     minimum: 0
@@ -308,11 +308,10 @@ properties:
         default: 3600
       progressPath:
         description: >-
-          File or directory in the trainer container that the program writes as it advances, for
-          example its directory of checkpoints; * in the last part matches any characters. A newer
-          time of modification, in a directory of any file down to three levels, is progress:
-          leave out what every start writes, such as logs. The launcher of replica 0 reads it
-          (ddpjob-trainer run). A change holds for later pods.
+          File or directory in the trainer container that the program writes as it advances, such as
+          its checkpoints; * in the last part matches any characters. A newer time of modification,
+          in a directory of any file down to three levels, is progress: leave out what every start
+          writes, such as logs. Replica 0's launcher reads it. A change holds for later pods.
         type: string
         minLength: 2
         maxLength: 512
@@ -333,8 +332,8 @@ properties:
         description: >-
           Arguments with which a program resumes its checkpoint, in every start but the job's
           first: for example ["--resume", "{newest}"], where {newest} is the newest match of
-          resumeWhen, the same for all pods. Our launcher appends them (ddpjob-trainer run). A
-          change holds for later pods.
+          resumeWhen, the same for all pods. Our launcher appends them. A change holds for
+          later pods.
         type: array
         maxItems: 32
         x-kubernetes-list-type: atomic
@@ -552,11 +551,10 @@ properties:
         default: 600
   output:
     description: >-
-      How the program prints its numbers: regular expressions (Python's) with one group, the number,
-      matched in each line of rank 0. They are shown by kubectl, /state and /metrics where our
-      library reports none, and decide nothing. Without this the usual forms are read: progress bars
-      of tqdm and Lightning, logs of transformers, timm, nanoGPT, examples of PyTorch. Needs our
-      launcher. A change holds for pods that are made later.
+      How the program prints its numbers: regular expressions of Python with one group, the number,
+      for lines of rank 0. The numbers are shown where our library reports none, and decide nothing.
+      Without expressions the usual forms are read, such as progress bars. Needs our launcher. A
+      change holds for later pods.
     type: object
     properties:
       step:
@@ -576,8 +574,7 @@ properties:
         maxLength: 256
       metrics:
         description: >-
-          Further numbers by name, for example accuracy; names have at most 40 letters, digits and
-          _./@-.
+          Further numbers by name, such as accuracy; a name has at most 40 letters, digits and _./@-.
         type: object
         maxProperties: 16
         additionalProperties:

@@ -32,9 +32,8 @@ properties:
   class:
     description: >-
       Kind of failure. Permanent, Diverged and Invalid end the job; Hardware (a GPU failed),
-      Infrastructure and Disruption are not charged to restart.maxRestarts. The node is avoided
-      after Hardware, and after Infrastructure with the reason StartError; from the fourth of these
-      in a row on each is charged. Killed is an unexplained SIGKILL.
+      Infrastructure and Disruption are not charged to restart.maxRestarts. Killed is an
+      unexplained SIGKILL.
     type: string
     enum: [Permanent, Hardware, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
   reason:

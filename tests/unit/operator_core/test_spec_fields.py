@@ -5,8 +5,8 @@ from typing import Any
 from ddpjob_operator.core.objects import spec
 from support.world import crd_schema, job_object
 
-#: Kept as they are, and read when pods are rendered.
-WHOLE = ("spec.template", "spec.snapshot.volume")
+#: Kept as they are, and read when pods are rendered, or by the launcher.
+WHOLE = ("spec.template", "spec.snapshot.volume", "spec.output")
 
 
 class Noting(dict[str, Any]):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from typing import Any, Final, Literal, get_args
 
 from ddpjob_contract.crd import TERMINAL_PHASES
@@ -474,7 +475,7 @@ def _failures(items: object) -> list[Failure]:
 def metrics(raw: object) -> dict[str, float] | None:
     """Read the first numbers of a mapping, None if there is none."""
     found = ((str(name)[:40], opt_number(value)) for name, value in mapping(raw).items())
-    return dict([(name, value) for name, value in found if value is not None][:8]) or None
+    return dict(islice(((name, value) for name, value in found if value is not None), 8)) or None
 
 
 def _progress_to_dict(progress: Progress) -> dict[str, Any]:
