@@ -16,6 +16,7 @@ from prometheus_client import generate_latest
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.telemetry import Metrics
+from ddpjob_trainer.telemetry import metrics
 from devcluster import host
 from support import prometheus
 from support.chart import CHART, panels
@@ -44,13 +45,13 @@ def alerts() -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def known() -> set[str]:
     """Names of all series that operator and trainers serve."""
-    metrics = Metrics()
-    metrics.expose_jobs(list)
-    metrics.expose_watch_ages({})
+    of_operator = Metrics()
+    of_operator.expose_jobs(list)
+    of_operator.expose_watch_ages({})
     found = set()
     for one in (*metrics.WORKER, *metrics.LAUNCHER):
         found |= {one.exposed, *(f"{one.full_name}_bucket" for _ in one.buckets)}
-    for family in metrics.registry.collect():
+    for family in of_operator.registry.collect():
         ends = {"counter": "_total", "histogram": "_bucket", "info": "_info"}
         found.add(family.name + ends.get(family.type, ""))
     return found

@@ -153,7 +153,7 @@ class Launcher(Supervisor):
             "HubClient": type("Client", (self.client_class,), mine),
             "Calls": type("Called", (ModelCalls,), mine),
             "Hub": self.hub_class,
-            "sockets": SimpleNamespace(bind=lambda port: _SILENT),
+            "host": SimpleNamespace(bind=lambda port: _SILENT),
         }
         with mock.patch.multiple(membership, **parts):
             return membership.join(config, _SILENT, _hush, lambda: -1, lambda **_: "", now)

@@ -29,6 +29,7 @@ def undisturbed(tmp_path: Path) -> Outcome:
     return training.outcome()
 
 
+@pytest.mark.tier("all")  # the switch is off; a worker's own second of patience has no patch yet
 @pytest.mark.parametrize(("launchers", "rank"), [(1, 0), (3, 0), (3, 2)])
 def test_no_finished_step_is_done_again(training, tmp_path, undisturbed, launchers, rank):  # type: ignore[no-untyped-def]
     env = {**patched(tmp_path, PATIENT), "DDPJOB_TRAINER_RESCUE": "1", "DDPJOB_DRILL": "Never"}

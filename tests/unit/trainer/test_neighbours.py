@@ -27,6 +27,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     Leaving,
     Message,
     Refused,
+    Rescuing,
     Stop,
     Stopped,
     Welcome,
@@ -71,6 +72,9 @@ for line in sys.stdin.buffer:
 NEW = [
     Failed(0, (Exit(1, 0, 75, 0.5, foreign=True), Exit(2, 1, 1, 0.5, in_script=True)), 1),
     End(1, "x", graceful=False, code=64),
+    Hello("uid", "pod-1", 1, 2, 3, 4, True, False, rescues=True),
+    Stop(2, rescue="write"),
+    Rescuing(2, "word", "11 a b"),  # answers such a Stop
 ]
 LATER = b'{"type":"Regrow","size":2}\n'
 
@@ -84,7 +88,7 @@ def test_the_version_before_is_the_one_that_its_page_says():
 @pytest.mark.fault("T20")
 def test_each_message_is_read_by_the_version_before_and_its_own_here(tmp_path):
     """It closes the link at what it does not know: see docs/internals/api-plan.md."""
-    assert {type(one) for one in SAID} == set(messages._TYPES.values())
+    assert {type(one) for one in [*SAID, *NEW]} == set(messages._TYPES.values())
     older = subprocess.run(
         [sys.executable, "-c", ECHO],
         env={"PYTHONPATH": frozen.unpacked("ddpjob_trainer", tmp_path)},

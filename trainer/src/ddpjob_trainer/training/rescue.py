@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -288,22 +288,22 @@ class Rescue:
         assert self._listener is not None
         while True:
             link, _ = self._listener.accept()
-            with link, contextlib.suppress(OSError):
-                self._answer(link)
+            with link, link.makefile("rb") as lines, contextlib.suppress(OSError):
+                self._answer(link, lines)
 
-    def _answer(self, link: socket.socket) -> None:
+    def _answer(self, link: socket.socket, lines: BinaryIO) -> None:
         """Do as one request says; say how it went. Raises OSError when the launcher is gone."""
-        order = _hear(link, time.monotonic() + _HOLD_SECONDS)
+        order = _hear(link, lines, time.monotonic() + _HOLD_SECONDS)
         self._until = time.monotonic() + float(order["seconds"])
         self._asked.set()
         try:
-            self._obey(link, writes=order["do"] == "write")
+            self._obey(link, lines, writes=order["do"] == "write")
         except Exception as error:  # whatever it is, the older snapshot counts
             _tell(link, no=str(error) or type(error).__name__)
         finally:
             self._over.set()
 
-    def _obey(self, link: socket.socket, *, writes: bool) -> None:
+    def _obey(self, link: socket.socket, lines: BinaryIO, *, writes: bool) -> None:
         boundary, rank = self._boundary, self._world.rank
         assert boundary is not None
         with boundary.reading(self._until - time.monotonic()):
@@ -321,7 +321,7 @@ class Rescue:
 
             def agreed() -> bool:
                 # Only now: the other one hashes while this one writes.
-                return _hear(link, self._until).get("word") == word
+                return _hear(link, lines, self._until).get("word") == word
 
             accelerator = self._world.accelerator
             if not write_alone(files, rank, step, captured, config, accelerator, agreed):
@@ -353,13 +353,11 @@ def _tell(link: socket.socket, **facts: Any) -> None:
     link.sendall(json.dumps(facts).encode() + b"\n")
 
 
-def _hear(link: socket.socket, until: float) -> dict[str, Any]:
+def _hear(link: socket.socket, lines: BinaryIO, until: float) -> dict[str, Any]:
     """Return the launcher's next line. Raises OSError where none comes in time."""
-    line = b""
-    while not line.endswith(b"\n"):
-        link.settimeout(max(0.001, until - time.monotonic()))
-        if not (part := link.recv(4096)):
-            raise ConnectionError("the launcher is gone")
-        line += part
+    link.settimeout(max(0.001, until - time.monotonic()))
+    line = lines.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionError("the launcher is gone")
     found: dict[str, Any] = json.loads(line)
     return found
