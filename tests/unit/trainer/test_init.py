@@ -203,6 +203,21 @@ def test_packages_and_files_that_the_pods_lack_are_named(script, capsys):
     assert said("--image", "i", "--output", "runs", *ends, "runs/*.pt") == []
 
 
+@pytest.mark.parametrize(("text", "words", "warned"), [
+    ("import torch, torchvision", (), True),
+    ("import torch", ("--replicas", "1", "--nproc", "2"), True),
+    ("import torch", ("--replicas", "1"), False),
+    ("import torch.distributed as dist", (), False),
+    ("import torch, lightning", ("--image", "i"), False),
+    ("import torch, ddpjob_trainer", (), False),
+    ("print(1)", (), False),
+])  # fmt: skip
+def test_a_script_whose_processes_would_train_apart_is_named(script, capsys, text, words, warned):
+    script.write_text(text)
+    assert cli.main(["init", script.name, *words]) == 0
+    assert ("would train by itself" in capsys.readouterr().err) == warned
+
+
 def test_what_the_stock_image_has_is_what_its_pins_bring():
     root, other = Path(__file__).parents[3], {
         "pyyaml": "yaml", "scikit-learn": "sklearn", "prometheus-client": "prometheus_client",

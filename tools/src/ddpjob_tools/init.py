@@ -143,6 +143,14 @@ def _notes(args: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[str]
                 f"{name}: imported, but not in {IMAGE}: name an image that has it with --image, see"
                 " docs/start/your-script.md"
             )
+    # Our library forms the group itself, and so may what the stock image lacks.
+    others = (MODULES | sys.stdlib_module_names | {"torchvision", "tqdm"}) - {"ddpjob_trainer"}
+    processes = args.replicas * (args.nproc or args.gpus or 1)
+    if processes > 1 and travels.trains_alone(files, others):
+        yield (
+            f"{args.script}: names no torch.distributed, so each of {processes} processes would"
+            " train by itself: give --replicas 1, or see docs/start/your-script.md"
+        )
     for word in travels.named(args.arguments, files) if files else ():
         if not _kept(args, word):
             yield f"{word}: named by an argument, but does not travel: name it before --, too"

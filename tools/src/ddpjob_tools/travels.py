@@ -61,12 +61,27 @@ def forgotten(files: Mapping[str, Path], root: Path) -> Iterator[Path]:
 
 def lacking(files: Mapping[str, Path], has: Container[str]) -> Iterator[str]:
     """Yield the packages that travelling files import, and neither they nor the image have."""
+    here = {path.stem for one in files.values() for path in one.parent.glob("*")}
+    yield from sorted(name for name in _packages(files) - here if name not in has)
+
+
+def trains_alone(files: Mapping[str, Path], has: Container[str]) -> bool:
+    """Return whether files with torch form no process group, as far as their words tell.
+
+    A package that is not in ``has`` may form one, as Lightning does.
+    """
+    names = _packages(files)
+    sources = [path.read_bytes() for path in files.values() if path.suffix == ".py"]
+    said = any(b"distributed" in source for source in sources)
+    return "torch" in names and not said and all(name in has for name in names)
+
+
+def _packages(files: Mapping[str, Path]) -> set[str]:
+    """Return what the files import, except from one another."""
     inner = [Path(one) for one in files]
     own = {part for one in inner for part in (*one.parts[:-1], one.stem)}
-    here = {path.stem for one in files.values() for path in one.parent.glob("*")}
-    trees = map(parsed, files.values())
-    names = {name.partition(".")[0] for tree in trees for name in imported(tree)}
-    yield from sorted(name for name in names - own - here if name not in has)
+    names = (name for path in files.values() for name in imported(parsed(path)))
+    return {name.partition(".")[0] for name in names} - own
 
 
 def named(arguments: Sequence[str], files: Mapping[str, Path]) -> Iterator[str]:
