@@ -669,9 +669,8 @@ properties:
       enabled:
         description: >-
           Whether the operator creates a NetworkPolicy that lets only members of the gang
-          reach each other's ports, and the metrics port everyone, or the clients that the
-          operator's --metrics-from names. Ports that the template declares are open to everyone,
-          but for spec.port. Immutable.
+          reach each other's ports, and everyone (or the clients that the operator's --metrics-from
+          names) the metrics port and ports that the template declares, but for spec.port. Immutable.
         type: boolean
         default: true
         x-kubernetes-validations:

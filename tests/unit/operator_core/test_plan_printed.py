@@ -33,7 +33,7 @@ def test_it_is_shown_with_an_estimate_of_the_end():
     assert "step" not in progress
     assert world.status["eta"]["remaining"] == "30s"
     for replica in (1, 2, 0):
-        last = {"version": 1, "kind": "success", "printed": {"step": 100, "loss": 0.125}}
+        last = {"version": 1, "kind": "success", "printed": {**PRINTED, "step": 100, "loss": 0.125}}
         world.end(replica, 0, message=json.dumps(last))
     progress = world.status["progress"]
     assert (world.phase, progress["stepOfTotal"], progress["loss"]) == (
@@ -54,6 +54,19 @@ def test_the_programs_own_numbers_are_shown_at_most_eight():
 def test_what_the_library_reports_comes_first():
     world = running().poll(step=7, totalSteps=9, printed=PRINTED).wait(60)
     assert world.status["progress"]["stepOfTotal"] == "7/9"
+
+
+def test_a_total_that_is_not_known_any_more_is_not_shown():
+    world = running().poll(printed=PRINTED).wait(60).poll(printed={"step": 125}).wait(60)
+    assert world.status["progress"]["stepOfTotal"] == "125"
+
+
+def test_it_is_no_sign_of_a_program_that_reports_its_steps():
+    world = running().poll(step=5).wait(60)
+    before = world.status["progress"]["updatedAt"]
+    world.poll(printed={"loss": 0.5}).wait(60)
+    found = world.status["progress"]
+    assert (found["updatedAt"], found["loss"]) == (before, 0.5)
 
 
 def test_it_charges_heals_and_ends_nothing():

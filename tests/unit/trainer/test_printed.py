@@ -15,7 +15,7 @@ BAR = "|████▌     | "
 def after(*lines: str, output: Mapping[str, Any] = {}) -> Numbers:
     reader = Reader(output)
     for line in lines:
-        reader.read(line, 1.0)
+        reader.read(line)
     return reader.numbers
 
 
@@ -39,6 +39,22 @@ def short(found: Numbers) -> tuple[int | None, int | None, float | None]:
             + [f" 25%{BAR}5/20 [00:01<00:01, 9it/s]"],
             25, None, None,
         ),
+        # the same with a name, and by batches
+        ([f"Training: {k}%{BAR}{k}/99 [00:01<00:08, 9it/s]" for k in (98, 99, 1)], 100, None, None),
+        ([f"Batch {k}/500 loss: 0.5" for k in (499, 500, 0)], 500, None, 0.5),
+        # of two bars the one that runs for longer is the loop's
+        (
+            [
+                f"100%{BAR}5000/5000 [00:02<00:00, 2000it/s]",
+                f" 50%{BAR}50/100 [00:09<00:09, 5it/s]",
+            ],
+            50, 100, None,
+        ),
+        (["Step 1,000 / 10,000 loss 0.5"], 1000, 10000, 0.5),
+        (["step: 0.312 loss 0.5"], None, None, 0.5),
+        (["ms per step: 312 loss 0.5"], None, None, 0.5),
+        (["Epoch(train)  [2][ 10/100]  lr: 1e-3  loss: 0.5"], 110, None, 0.5),
+        (["Iter(train) [  50/20000]  loss: 0.5"], 50, 20000, 0.5),
         # Lightning: tqdm, rich
         (
             [
@@ -157,7 +173,7 @@ def test_a_surer_form_counts_from_where_it_is_seen():
 
 def test_a_program_that_begins_again_begins_at_its_step():
     reader = Reader({})
-    reader.read("step 30 loss 0.2", 1.0)
+    reader.read("step 30 loss 0.2")
     reader.begin()
     assert short(reader.numbers) == (None, None, None)
 
@@ -182,7 +198,7 @@ def test_an_expression_that_is_cut_off_reads_nothing():
         return None
 
     reader = Reader({"step": r"(\d+)"}, search)
-    reader.read("7", 1.0)
+    reader.read("7")
     assert reader.numbers == Numbers()
 
 

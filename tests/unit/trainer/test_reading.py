@@ -64,8 +64,8 @@ def test_a_program_with_the_library_is_read_by_the_users_expressions_alone():
 def test_an_expression_that_would_never_end_is_left_out():
     said: list[str] = []
     reading = Reading({"step": r"it (\d+)", "loss": r"((?:a+)+)$"}, said.append)
-    fed(reading, {0: "it 5\n" + "a" * 60 + "b\n" + "it 6\n"})
-    fed(reading, {0: "aaa\n"}, now=2.0)
+    fed(reading, {0: "it 5\n" + "a" * 60 + "b\n"})
+    fed(reading, {0: "aaa\nit 6\n"}, now=2.0)
     assert (reading.facts() or {})["step"] == 6
     [warning] = (line for line in said if "warning" in line)
     assert "((?:a+)+)$" in warning

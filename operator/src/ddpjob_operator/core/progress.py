@@ -18,6 +18,8 @@ from ddpjob_operator.core.objects.status import Progress, Restarts, Status
 
 #: Fields of Progress that no later one fills in.
 _NOT_MERGED: Final = ("proof", "straggler", "other_job", "updated_at")
+#: What may come from printed lines alone.
+_SHOWN: Final = ("printed_step", "printed_total_steps", "metrics", "loss", "steps_per_second")
 
 
 @dataclass(frozen=True)  # without slots: answers are kept
@@ -56,6 +58,11 @@ def received(old: Progress, new: Progress | None) -> Progress:
         (f.name, getattr(new, f.name)) for f in fields(Progress) if f.name not in _NOT_MERGED
     )
     merged = replace(old, **{name: value for name, value in reported if value not in (None, "")})
+    if old.step is not None and new.step is None:
+        # Printed numbers decide nothing: they are no sign of a program that reports its steps.
+        shown = {name: getattr(old, name) for name in _SHOWN}
+        if replace(merged, **shown) == old:
+            return merged
     news = merged != old or old.updated_at is None
     return replace(merged, updated_at=new.updated_at) if news else old
 

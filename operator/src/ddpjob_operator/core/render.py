@@ -275,7 +275,7 @@ def _network_policy(
     ingress = [{"from": [{"podSelector": selector}]}, metrics]
     # Who declares a port has it asked: TensorBoard's, or that of an exporter.
     if own := sorted(spec.template.ports - {spec.port, spec.metrics_port}):
-        ingress.append({"ports": [{"protocol": "TCP", "port": port} for port in own]})
+        ingress.append({**metrics, "ports": [{"protocol": "TCP", "port": port} for port in own]})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

@@ -35,27 +35,28 @@ _LOSS: Final = re.compile(
     rf"['\"]?(?:tensor\()?({_NUMBER})",
     re.IGNORECASE,
 )
-_BAR: Final = re.compile(r"([^|]*?)\s*\d{1,3}%\s?\|[^|]*\|\s*(\d+)/(\d+)\s*\[([^\]]*)")
+_BAR: Final = re.compile(r"(.*?)\d{1,3}%\s?\|[^|]*\|\s*(\d+)/(\d+)\s*\[([^\]]*)")
 _ODD_UNIT: Final = re.compile(
     r"[\d.?](?! ?(?:it|steps?|batch(?:es)?|iter)/s|s/(?:it|steps?|batch|iter))[ A-Za-z]+/[A-Za-z]"
 )
 _RATE: Final = re.compile(r"([\d.]+)it/s")
 _MOST_RATE: Final = 20_000.0  # per second: what is faster counts bytes or rows
-_EPOCH: Final = r"\bEpoch\b['\"]?\W{0,4}(\d+)(?:\s*/\s*(\d+))?"
+_EPOCH: Final = r"\bEpoch\b(?:\(train\))?['\"]?\W{0,4}(\d+)(?![.\d])(?:\s*/\s*(\d+))?"
 #: Each with epoch, epochs, counter and its end. A counter of samples is shown as it is.
 _WITHIN: Final = tuple(
     re.compile(form, re.IGNORECASE)
     for form in (
         _EPOCH + r"\W{1,60}(?:(?:Step|Iter(?:ation)?|Batch)\b\W{0,4})?(\d+)\s*/\s*(\d+)",
         r"^\W{0,4}Train(?:ing)?\W{1,3}(\d+)()\s+\[\s*(\d+)/(\d+)",  # timm
-        r"^\[(\d+)/(\d+)\]\s*\[(\d+)/(\d+)\]",  # pytorch/examples dcgan
+        r"(?:^|\bTrain: ?)\[(\d+)/(\d+)\]\s*\[(\d+)/(\d+)\]",  # pytorch/examples dcgan
     )
 )
 #: At the start of an epoch: how many steps each has.
 _BEGINS: Final = re.compile(_EPOCH + r"\s*\|[^|]*\|\s*Steps: (\d+)", re.IGNORECASE)
 _STEP: Final = re.compile(
-    r"(?<![\w/.-])(?:global_)?(?:step|iter|iteration|batch)\b['\"]?\s*[:=#]?\s*\[?\s*"
-    r"(\d+)(?:\s*/\s*(\d+))?(?![\d.]*[A-Za-z%])",
+    r"(?<![\w/.-])(?<!per )(?:train(?:er)?[_/])?(?:global_)?(?:step|iter|iteration|batch)\b"
+    r"(?:\(train\))?['\"]?\s*[:=#]?\s*\[?\s*"
+    r"(\d+(?:,\d{3})*)(?:\s*/\s*(\d+(?:,\d{3})*))?(?![\d.,]*[A-Za-z%]|[\d,]*\.\d|_?\d)",
     re.IGNORECASE,
 )
 _TRAINS: Final = re.compile(r"\b(?:train|epoch|step|iter|fit)", re.IGNORECASE)
@@ -69,13 +70,12 @@ _OTHER: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What was read last. ``loss`` is finite. ``at``: when a step was read last, monotonic."""
+    """What was read last. ``loss`` is finite."""
 
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    at: float = 0.0
 
 
 class Reader:
@@ -100,19 +100,21 @@ class Reader:
         """Start over with a round: the program begins again."""
         self.numbers = Numbers(metrics=self.numbers.metrics)
         self._rank = 0  # the surest form that was seen: others do not count beside it
+        self._lap, self._begun = (0, 0), 0  # a counter and its end; how often it began again
         self._laps = 0  # ends of a bar without a name that began again
+        self._ran = 0  # seconds of that bar
         self._bar: tuple[int, int, bool] = (0, 0, False)  # its counter, its end, whether with loss
 
-    def read(self, line: str, now: float) -> None:
+    def read(self, line: str) -> None:
         """Take in a line without its end."""
         line = _ESCAPE.sub("", line[:MOST])
         if self._forms and any(map(str.isdigit, line)):
-            self._usual(line, now)
-        self._users(line, now)
+            self._usual(line)
+        self._users(line)
 
     # --- Expressions of the user ---------------------------------------------------------
 
-    def _users(self, line: str, now: float) -> None:
+    def _users(self, line: str) -> None:
         for of, pattern in self._own.items():
             found = self._search(pattern, line)
             value = _number(found[1]) if found and found[1] else None
@@ -124,95 +126,109 @@ class Reader:
                 metrics = {**self.numbers.metrics, of.removeprefix("metrics."): value}
                 self._set(metrics=metrics if math.isfinite(value) else self.numbers.metrics)
             elif of == "step" and 0 <= value <= _GREATEST:
-                self._set(step=int(value), at=now)
+                self._set(step=int(value))
             elif of == "totalSteps" and 1 <= value <= _GREATEST:
                 self._set(total_steps=int(value))
 
     # --- The usual forms -----------------------------------------------------------------
 
-    def _usual(self, line: str, now: float) -> None:
+    def _usual(self, line: str) -> None:
         """Read by the first form that fits; where the user has an expression, that counts."""
         loss = _LOSS.search(line)
         if bar := _BAR.match(line):
-            self._read_bar(bar, now, with_loss=loss is not None)
+            self._read_bar(bar, with_loss=loss is not None)
             other = _OTHER.search(bar[1])
         else:
-            other = self._read_text(line, now, with_loss=loss is not None)
+            other = self._read_text(line, with_loss=loss is not None)
         if loss and not other and "loss" not in self._own:
             value = _number(loss[1])
             self._set(loss=value if value is not None and math.isfinite(value) else None)
             self.recognized.setdefault("loss", loss[0])
 
-    def _read_text(self, line: str, now: float, *, with_loss: bool) -> re.Match[str] | None:
+    def _read_text(self, line: str, *, with_loss: bool) -> re.Match[str] | None:
         """Read a counter; return the word before it by which it is not of training."""
         for form in _WITHIN:
             if found := form.search(line):
                 other = _OTHER.search(line[: found.start(3)])
                 if not other:
                     rich = "━" in found[0]  # Lightning's, which shows its last epoch's number
-                    self._within(*found.groups(), text=found[0], now=now, rank=3, last=rich)
+                    self._within(*found.groups(), text=found[0], rank=3, last=rich)
                 return other
         if found := _BEGINS.search(line):
-            self._within(found[1], found[2], "0", found[3], text=found[0], now=now, rank=3)
+            self._within(found[1], found[2], "0", found[3], text=found[0], rank=3)
         elif found := _STEP.search(line):
             other = _OTHER.search(line[: found.start()])
             if with_loss and not other:  # else it is prose
-                self._count(found[0], int(found[1]), int(found[2] or 0), now, rank=4)
+                step, total = (int(n.replace(",", "")) for n in (found[1], found[2] or "0"))
+                self._count(found[0], step, total, rank=4)
             return other
         return _OTHER.search(line[: line.lower().find("loss")]) if with_loss else None
 
-    def _read_bar(self, bar: re.Match[str], now: float, *, with_loss: bool) -> None:
+    def _read_bar(self, bar: re.Match[str], *, with_loss: bool) -> None:
         name, step, end = bar[1].strip(), int(bar[2][:_LONGEST]), int(bar[3][:_LONGEST])
         rate = _RATE.search(bar[4])
         fast = rate is not None and (_number(rate[1]) or 0.0) > _MOST_RATE
         if fast or _ODD_UNIT.search(bar[4]) or step > end:
             return
-        trains = _TRAINS.search(name) and not _OTHER.search(name)
-        if epoch := re.search(_EPOCH, name, re.IGNORECASE):
-            if trains:
-                self._within(epoch[1], epoch[2], bar[2], bar[3], text=bar[0], now=now, rank=2)
+        trains = ((with_loss and name) or _TRAINS.search(name)) and not _OTHER.search(name)
+        epoch = re.search(_EPOCH, name, re.IGNORECASE) or re.match(r"(\d+)/(\d+)\s", name)  # YOLO
+        if epoch:
+            if not _OTHER.search(name):
+                self._within(epoch[1], epoch[2], bar[2], bar[3], text=bar[0], rank=2)
         elif trains and name.rstrip(": ").lower() != "epoch":
-            self._count(name, step, end, now, rank=2)
+            self._count(name, step, end, rank=2)
         elif not name and step:
-            self._read_unnamed(bar[0], step, end, now, with_loss=with_loss)
+            self._read_unnamed(bar[0], step, end, with_loss=with_loss)
 
-    def _read_unnamed(self, text: str, step: int, end: int, now: float, *, with_loss: bool) -> None:
+    def _read_unnamed(self, text: str, step: int, end: int, *, with_loss: bool) -> None:
         """Read a bar without a name: of the loop, of each epoch's, or of something else."""
         before, length, had_loss = self._bar
         if end != length:
             # A bar beside the first one is of an evaluation, unless it looks more like a loop.
-            grown = before == length and end > length
-            if length and not grown and not (with_loss and not had_loss):
+            longer = _seconds(text) > self._ran
+            if length and not longer and not (with_loss and not had_loss):
                 return
             self._laps = 0
         elif step < before == end:
             self._laps += 1
+        self._ran = _seconds(text)
         self._bar = (step, end, with_loss or (had_loss and end == length))
         whole = end if not self._laps else 0
-        self._count(text, self._laps * end + step, whole, now, rank=1)
+        self._count(text, self._laps * end + step, whole, rank=1)
 
     def _within(
         self, epoch: str, epochs: str | None, step: str, end: str,
-        *, text: str, now: float, rank: int, last: bool = False,
+        *, text: str, rank: int, last: bool = False,
     ) -> None:  # fmt: skip
         """Make one number of an epoch and a counter in it."""
         ended, length = int(epoch[:_LONGEST]), int(end[:_LONGEST])
         self._from_zero = self._from_zero or not ended or last
         ended -= not self._from_zero
         total = (int(epochs[:_LONGEST]) + last) * length if epochs else 0
-        self._count(text, ended * length + int(step[:_LONGEST]), total, now, rank=rank)
+        self._count(text, ended * length + int(step[:_LONGEST]), total, rank=rank)
 
-    def _count(self, text: str, step: int, total: int, now: float, *, rank: int) -> None:
+    def _count(self, text: str, step: int, total: int, *, rank: int) -> None:
         if "step" in self._own or rank < self._rank or not 0 <= step <= _GREATEST:
             return
         self._rank = rank
         self.recognized["step"] = text
-        self._set(step=step, at=now)
+        if rank in (2, 4) and total:  # a counter that begins again with each epoch
+            before, length = self._lap
+            self._begun = (self._begun + (step < total / 2 < before)) * (total == length)
+            self._lap = step, total
+            step, total = self._begun * total + step, 0 if self._begun else total
+        self._set(step=step)
         if "totalSteps" not in self._own:
             self._set(total_steps=total if step <= total <= _GREATEST and total else None)
 
     def _set(self, **changes: object) -> None:
         self.numbers = replace(self.numbers, **changes)  # type: ignore[arg-type]
+
+
+def _seconds(bar: str) -> int:
+    """Read for how long a bar has run: of two without names the longer is the training."""
+    parts = re.findall(r"\d+", bar.rpartition("[")[2].partition("<")[0])[:3]
+    return sum(int(n[:9]) * 60**i for i, n in enumerate(reversed(parts)))
 
 
 def _number(text: str) -> float | None:
@@ -293,8 +309,11 @@ class Reading:
         if self.off or (now < self._due and not last):
             return False
         self._due = now + _EVERY_SECONDS
+        # The launchers' link waits meanwhile: what this time does not suffice for is not read.
+        until = time.thread_time() + _MOST_SECONDS
         for line in pump.fresh():
-            self.reader.read(line, now)
+            if time.thread_time() < until:
+                self.reader.read(line)
         if self.reader.numbers.step is not None:
             self.pace.count(self.reader.numbers.step, now)
         if self.reader.recognized and not self._said:
@@ -320,8 +339,6 @@ class Reading:
         """Return values by the names of the library's metrics."""
         found = self.reader.numbers
         values = {"step": found.step, "loss": found.loss}
-        if found.at:
-            values["heartbeat_timestamp_seconds"] = found.at - time.monotonic() + time.time()
         return {name: float(value) for name, value in values.items() if value is not None}
 
     def _ring(self, signum: int, frame: object) -> None:

@@ -91,18 +91,26 @@ class Rescuer:
         link.sendall(json.dumps({"do": what, "seconds": seconds}).encode() + b"\n")
 
     def _read(self, rank: int, now: float) -> None:
+        if rank not in self._links:  # closed for the other one, in the same select()
+            return
         part = b""
         with contextlib.suppress(OSError):
             part = self._links[rank].recv(4096)
         *lines, self._lines[rank] = (self._lines[rank] + part).split(b"\n")
         over = not part
         for line in lines:
-            over |= self._take(rank, json.loads(line), now)
+            try:
+                over |= self._take(rank, json.loads(line), now)
+            except (ValueError, TypeError, KeyError):  # a program may write to the socket, too
+                over = True
         if over and (rank == self._writer or self._writer < 0):
+            if not part:  # it died: who waits for it need not
+                self._answer("next", now)
             self._close()
             self._workers.kill_by(now)
         elif not part:
             self._close(rank)
+            self.agree("none")  # the writer reads the first word only
 
     def _take(self, rank: int, line: dict[str, Any], now: float) -> bool:
         """Do as a worker's line asks for; return whether it has no more to do."""

@@ -264,10 +264,12 @@ def progress(raw: object, now: datetime) -> Progress | None:
 def _printed(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Parse a loss, and the steps that a program without the library has printed."""
     printed = mapping(raw.get("printed"))
+    step = opt_count(printed.get("step"))
     return {
         "loss": _rounded(raw.get("loss", printed.get("loss")), 6),
-        "printed_step": opt_count(printed.get("step")),
-        "printed_total_steps": opt_count(printed.get("totalSteps")),
+        "printed_step": step,
+        # 0: not known any more, where None would leave the old one.
+        "printed_total_steps": opt_count(printed.get("totalSteps", step and 0)),
         "metrics": metrics(
             {clean(name, 40): _rounded(v, 6) for name, v in mapping(raw.get("metrics")).items()}
         ),

@@ -186,7 +186,7 @@ class Progress:
         """Return the steps to show, and of how many; None: unknown."""
         if self.step is not None:
             return self.step, self.total_steps
-        return self.printed_step, self.printed_total_steps
+        return self.printed_step, self.printed_total_steps or None
 
 
 @dataclass(frozen=True, slots=True)
