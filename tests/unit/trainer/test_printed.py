@@ -50,6 +50,15 @@ def short(found: Numbers) -> tuple[int | None, int | None, float | None]:
             ],
             50, 100, None,
         ),
+        (
+            [
+                f" 45%{BAR}450/1000 [00:12<00:15, 36.5it/s, loss=0.1]",
+                f" 10%{BAR}5/50 [00:01<00:15, 36.5it/s, loss=0.9]",  # an evaluation
+            ],
+            450, 1000, 0.1,
+        ),
+        ([f"Preparing training data:  50%{BAR}5/10 [00:01<00:01, 9it/s]"], None, None, None),
+        ([f" 50%{BAR}5/10 [00:01<00:01, 9it/s, loss=2, 3000 tok/s]"], 5, 10, 2),
         (["Step 1,000 / 10,000 loss 0.5"], 1000, 10000, 0.5),
         (["step: 0.312 loss 0.5"], None, None, 0.5),
         (["ms per step: 312 loss 0.5"], None, None, 0.5),

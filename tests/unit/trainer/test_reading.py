@@ -16,7 +16,7 @@ from ddpjob_trainer.launcher.printed import Reading
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics, as_text
-from ddpjob_trainer.launcher.reports.state import Results, state_body
+from ddpjob_trainer.launcher.reports.state import Results, numbers, state_body
 from ddpjob_trainer.liveness.heartbeat import RankState
 
 
@@ -69,6 +69,13 @@ def test_an_expression_that_would_never_end_is_left_out():
     assert (reading.facts() or {})["step"] == 6
     [warning] = (line for line in said if "warning" in line)
     assert "((?:a+)+)$" in warning
+
+
+def test_values_that_are_no_numbers_are_left_out():
+    assert numbers({"a": 1, "b": "x", "c": float("nan"), "d": [2.0], "e": 0.5}) == {
+        "a": 1,
+        "e": 0.5,
+    }
 
 
 def test_what_the_library_reports_counts(tmp_path):

@@ -66,6 +66,10 @@ _OTHER: Final = re.compile(
     r"|resolv\w*|pack\w*|preprocess\w*|epochs|train_runtime)\b",
     re.IGNORECASE,
 )
+#: What a bar may count besides.
+_PREPARES: Final = re.compile(
+    r"\b(?:prepar|read|comput|cach|scan|writ|warmup|build|filter)\w*", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +140,9 @@ class Reader:
         """Read by the first form that fits; where the user has an expression, that counts."""
         loss = _LOSS.search(line)
         if bar := _BAR.match(line):
-            self._read_bar(bar, with_loss=loss is not None)
-            other = _OTHER.search(bar[1])
+            other = not self._read_bar(bar, with_loss=loss is not None)
         else:
-            other = self._read_text(line, with_loss=loss is not None)
+            other = self._read_text(line, with_loss=loss is not None) is not None
         if loss and not other and "loss" not in self._own:
             value = _number(loss[1])
             self._set(loss=value if value is not None and math.isfinite(value) else None)
@@ -164,30 +167,34 @@ class Reader:
             return other
         return _OTHER.search(line[: line.lower().find("loss")]) if with_loss else None
 
-    def _read_bar(self, bar: re.Match[str], *, with_loss: bool) -> None:
+    def _read_bar(self, bar: re.Match[str], *, with_loss: bool) -> bool:
+        """Read a progress bar; return whether it may be one of training."""
         name, step, end = bar[1].strip(), int(bar[2][:_LONGEST]), int(bar[3][:_LONGEST])
         rate = _RATE.search(bar[4])
         fast = rate is not None and (_number(rate[1]) or 0.0) > _MOST_RATE
-        if fast or _ODD_UNIT.search(bar[4]) or step > end:
-            return
-        trains = ((with_loss and name) or _TRAINS.search(name)) and not _OTHER.search(name)
+        if _OTHER.search(name) or _PREPARES.search(name):
+            return False
+        # Its rate comes first; what a script adds may count tokens per second.
+        if fast or _ODD_UNIT.search(",".join(bar[4].split(",")[:2])) or step > end:
+            return True
+        trains = (with_loss and name) or _TRAINS.search(name)
         epoch = re.search(_EPOCH, name, re.IGNORECASE) or re.match(r"(\d+)/(\d+)\s", name)  # YOLO
         if epoch:
-            if not _OTHER.search(name):
-                self._within(epoch[1], epoch[2], bar[2], bar[3], text=bar[0], rank=2)
+            self._within(epoch[1], epoch[2], bar[2], bar[3], text=bar[0], rank=2)
         elif trains and name.rstrip(": ").lower() != "epoch":
             self._count(name, step, end, rank=2)
         elif not name and step:
-            self._read_unnamed(bar[0], step, end, with_loss=with_loss)
+            return self._read_unnamed(bar[0], step, end, with_loss=with_loss)
+        return True
 
-    def _read_unnamed(self, text: str, step: int, end: int, *, with_loss: bool) -> None:
-        """Read a bar without a name: of the loop, of each epoch's, or of something else."""
+    def _read_unnamed(self, text: str, step: int, end: int, *, with_loss: bool) -> bool:
+        """Read a bar without a name: the loop's, or each epoch's; False: something else."""
         before, length, had_loss = self._bar
         if end != length:
             # A bar beside the first one is of an evaluation, unless it looks more like a loop.
             longer = _seconds(text) > self._ran
             if length and not longer and not (with_loss and not had_loss):
-                return
+                return False
             self._laps = 0
         elif step < before == end:
             self._laps += 1
@@ -195,6 +202,7 @@ class Reader:
         self._bar = (step, end, with_loss or (had_loss and end == length))
         whole = end if not self._laps else 0
         self._count(text, self._laps * end + step, whole, rank=1)
+        return True
 
     def _within(
         self, epoch: str, epochs: str | None, step: str, end: str,

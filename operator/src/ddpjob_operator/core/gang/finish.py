@@ -116,7 +116,7 @@ def _end(view: View, change: Change, phase: str) -> Change:
 def _with_last_words(old: Progress, first: Pod | None, now: datetime) -> Progress:
     """Take the last words of replica 0, which are newer than the last poll."""
     last = first.trainer.report if first and evidence.succeeded(first) else None
-    if last is None or (last.step is None and last.printed_step is None):
+    if last is None or (last.step, last.printed_step, last.metrics) == (None, None, None):
         return old
     said = Progress(
         step=last.step,

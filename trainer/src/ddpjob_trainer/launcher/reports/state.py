@@ -242,6 +242,12 @@ _MOST_VALUES: Final = 8  # more are in /metrics
 _POLL_SECONDS: Final = 0.2
 
 
+def numbers(report: dict[str, Any] | None) -> dict[str, float]:
+    """Return what of a report is a finite number: a program may write the file itself."""
+    found = (report or {}).items()
+    return {n: v for n, v in found if isinstance(v, int | float) and math.isfinite(v)}
+
+
 @dataclass(frozen=True, slots=True)
 class Results:
     """Results of earlier rounds, for /state and the report while the next starts up."""
@@ -270,7 +276,7 @@ class Results:
             resumed=read_report(workers.state_dir, RESUMED) or self.resumed,
             straggler=read_report(workers.state_dir, STRAGGLER),
             proof=_newest(read_report(workers.state_dir, PROOF), self.proof),
-            values=read_report(workers.state_dir, VALUES) or self.values,
+            values=numbers(read_report(workers.state_dir, VALUES)) or self.values,
         )
 
     def facts(self, state: RankState | None) -> dict[str, Any]:
