@@ -62,14 +62,22 @@ def test_what_a_survivor_answers(answers, said):
     assert gang.said() == said
 
 
-def test_who_cannot_vouch_leaves_it_to_the_next():
+def test_where_who_was_asked_cannot_vouch_nobody_else_does():
     gang = asked()
     gang.says(0, Rescuing(0, "yes"))
     gang.says(1, Rescuing(0, "next"))
-    gang.says(2, Rescuing(0, "next"))
     gang.says(0, Rescuing(0, "next"))  # it has given up: too late to ask another
     none = Stop(0, rescue="word", word="none")
-    assert gang.said() == {0: [STOP, none], 1: [VOUCH, STOP], 2: [STOP, VOUCH]}
+    assert gang.said() == {0: [STOP, none], 1: [VOUCH, STOP], 2: [STOP]}
+
+
+def test_a_writer_that_answers_after_the_stop_waits_for_no_word():
+    for word, more in (("", [Stop(0, rescue="word", word="none")]), ("own", [])):
+        gang = asked()
+        gang.hub.tick(RESCUE_SECONDS)
+        gang.said()
+        gang.says(0, Rescuing(0, "yes", word))
+        assert gang.said().get(0, []) == more
 
 
 def test_stop_always_follows():

@@ -154,7 +154,8 @@ def test_with_a_rescue_rank_0_shares_its_buffers_before_the_update():
             averaging.before_forward(model, 0, graph=True)
             shared += ["forward"] * model.require_forward_param_sync
             averaging.share_buffers()
-        assert shared == (["forward", *["commit"] * 3] if rescue else ["forward"] * 3)
+        # In the forward too: a body may change them after its commit().
+        assert shared == (["forward", "commit"] * 3 if rescue else ["forward"] * 3)
 
 
 # --- The thread --------------------------------------------------------------------------------

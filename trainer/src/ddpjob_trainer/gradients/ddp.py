@@ -133,7 +133,6 @@ class DdpAveraging:
         self._options = options
         self._world = world
         self._rescue = rescue
-        self._equal = False  # the buffers are, since the last commit()
         self._models: list[DistributedDataParallel] = []
         self._parameters: list[torch.nn.Parameter] = []  # known to the reducer
         self._frozen: list[torch.nn.Parameter] = []  # unknown to it
@@ -185,7 +184,7 @@ class DdpAveraging:
         # DDP then broadcasts the buffers in this forward, even after one without a graph. In each
         # step, or they would differ after a resume. Not in each forward: a graph that waits for its
         # backward would find its saved tensors changed, and rank 0 may evaluate its model alone.
-        first = id(model) not in self._shared and not self._equal
+        first = id(model) not in self._shared
         self._shared.add(id(model))
         if model.require_forward_param_sync != first:
             model.require_forward_param_sync = first
@@ -226,13 +225,12 @@ class DdpAveraging:
     def share_buffers(self) -> None:
         """Give every rank rank 0's buffers before the update, with a rescue.
 
-        DDP does so in the next forward. There rank 0 may have died, and no survivor has them.
+        DDP does so again in the next forward. There rank 0 may have died, and no survivor has them.
         """
         if self._rescue and self._world.size > 1:
             for model in self._models:
                 if model.modules_buffers:
                     model._sync_buffers()  # type: ignore[no-untyped-call]
-            self._equal = True
 
     def check_update(self) -> None:
         """Allow updates within a step."""

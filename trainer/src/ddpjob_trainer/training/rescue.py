@@ -159,7 +159,7 @@ class Boundary:
         """
         if self.step < 0 or self.why_not:
             raise ChangedError(self.why_not or "no step has ended")
-        if self._versions != [parameter._version for parameter in self._parameters]:
+        if not self.unchanged():
             raise ChangedError("a forward or the body has changed a parameter before the update")
         kept = {name: self._optimizer(name) for name in self._optimizers} | self._kept
         found = self._state.capture(rank, kept)
@@ -169,6 +169,10 @@ class Boundary:
             raise ChangedError(f"the buffer {error} has got another shape since") from None
         tensors = {name: copies.get(_place(t), t) for name, t in found.flat.tensors.items()}
         return Captured(replace(found.flat, tensors=tensors), found.shared, {})
+
+    def unchanged(self) -> bool:
+        """Return whether no body has changed a parameter, as it may also during a write."""
+        return self._versions == [parameter._version for parameter in self._parameters]
 
     def facts(self) -> dict[str, Any]:
         """Return what else a snapshot's configuration holds of the boundary."""
@@ -321,7 +325,8 @@ class Rescue:
 
             def agreed() -> bool:
                 # Only now: the other one hashes while this one writes.
-                return _hear(link, lines, self._until).get("word") == word
+                said = _hear(link, lines, self._until).get("word")
+                return said == word and boundary.unchanged()
 
             accelerator = self._world.accelerator
             if not write_alone(files, rank, step, captured, config, accelerator, agreed):

@@ -361,6 +361,7 @@ class _Stopping(_Phase):
 
     def _ask_to_write(self, now: float) -> None:
         self._writer, self._answer_by = self._survivors.pop(0), now + RESCUE_SECONDS
+        self.due = self._answer_by
         self._rescue(self._writer, "write" if self._survivors else "alone")
 
     def _ask_to_vouch(self) -> None:
@@ -380,8 +381,11 @@ class _Stopping(_Phase):
         """Take an answer; one that comes too late is passed over."""
         if said.answer == "word":
             self._rescue(self._writer, "word", said.word)
-        elif seat != self._writer:
-            self._ask_to_vouch()
+        elif seat != self._writer or (
+            not self._answer_by and (said.answer, said.word) == ("yes", "")
+        ):
+            # The others have got their Stop: nobody is left to vouch.
+            self._rescue(self._writer, "word", "none")
         elif self._answer_by and said.answer == "next" and self._survivors:
             self._ask_to_write(now)
         elif self._answer_by:

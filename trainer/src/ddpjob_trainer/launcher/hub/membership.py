@@ -294,6 +294,8 @@ class HubClient(Link):
             self.lost = self.lost or reason
         else:
             self.unmet = f"what listens at {self._where} is no hub of this job: {reason}"
+            # The version before closes a link with a field that it does not know.
+            self._hello = replace(self._hello, rescues=False)
             self._ask_no_more(wire)
 
     def _ask_no_more(self, wire: Wire) -> None:

@@ -55,11 +55,12 @@ def write_alone(
 
     disk.write_new(path, pieces())
     try:
-        if agreed():
+        target = files.directory / manifest.file_name(step)
+        if agreed() and not disk.exists(target):  # else the gang's own came first
             report = Report(0, layout.bytes, crc, fingerprint=fingerprint(structure))
             draft = Draft(step, dict(config), structure, nonce, flat.tree, dict(flat.aliases))
             content = draft.manifest([report]).encode()
-            disk.commit(files.directory / manifest.file_name(step), content)
+            disk.commit(target, content)
             return True
     except (OSError, ValueError):
         _remove(files, path.name)
