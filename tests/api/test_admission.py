@@ -325,7 +325,7 @@ def test_explains(control_plane):
         ("ddpjob", "DistributedDataParallel"),
         ("ddpjob.spec.restart.maxRestarts", "Exactly so many restarts"),
         ("ddpjob.spec.template.spec.containers.env", "Environment variables"),
-        ("ddpjob.status.lastFailure.class", "What kind of failure"),
+        ("ddpjob.status.lastFailure.class", "Kind of failure"),
     ):
         done = control_plane.kubectl("explain", field, check=True)
         assert words in " ".join(done.stdout.split())

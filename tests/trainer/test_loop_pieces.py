@@ -220,7 +220,7 @@ def test_a_second_run_in_a_process_does_not_begin_where_the_first_ended(
     assert gang.run(folds, world=1) == {0: code}, gang.log(0)
     said = gang.log(0)
     assert said.count(" trained\n") == (1 if code else 2)
-    assert ("Give each run a directory of its own" in said) == bool(code)
+    assert ("Give each run its own directory" in said) == bool(code)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_ranks_of_two_versions_end_and_name_it_and_new_pods_of_one_train(
     before = {name.replace("local_round", "supervisor"): at for name, at in UNHURRIED.items()}
     here, there = patched(tmp_path / "0", UNHURRIED), patched(tmp_path / "1", before, older)
     apart = {replica: there if replica in old else here for replica in range(3)}
-    job = {"apart": apart, "DDPJOB_TOKEN": "secret", "DDPJOB_HANG_STARTUP_SECONDS": "20"}
+    job = {"apart": apart, "DDPJOB_TOKEN": "secret", "DDPJOB_HANG_STARTUP_SECONDS": "40"}
     training.attempt(1, *COLD, **job)
     assert training.codes() == [75, 75, 75], training.errors
     named = "all pods of a gang need one image" if 0 in old else "ranks are missing: 1"

@@ -110,8 +110,12 @@ def test_each_event_in_each_phase_of_a_gang_that_waits(begin, event, words):
         (running, lambda g: g.loses(2), End(-1, "replica 2 was lost", graceful=False)),
         # The failure that came first stays the cause.
         (stopping, lambda g: g.loses(0), End(2, "replica 0 was lost", graceful=False)),
-        (running, lambda g: g.says(1, Leaving(15)), End(-1, "replica 1 was told to end", True)),
-        (stopping, lambda g: g.says(0, Leaving(15)), End(-1, "replica 0 was told to end", True)),
+        (running, lambda g: g.says(1, Leaving(15)), End(-1, "replica 1 got a signal to end", True)),
+        (
+            stopping,
+            lambda g: g.says(0, Leaving(15)),
+            End(-1, "replica 0 got a signal to end", True),
+        ),
     ],
 )
 def test_a_gang_that_cannot_wait_ends_with_any_launcher(begin, event, end):

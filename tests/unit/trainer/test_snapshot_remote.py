@@ -234,7 +234,7 @@ flipped = lambda b: b[:-3] + bytes([b[-3] ^ 1]) + b[-2:]  # noqa: E731
 gone = lambda _: None  # noqa: E731
 terabyte = resealed(lambda m: {"files": [file | {"bytes": 1 << 40} for file in m["files"]]})
 later = resealed(lambda _: {"version": manifest.VERSION + 1})
-LOST = "there was one, so training does not begin anew: step 2"
+LOST = "there was one, so training does not start over: step 2"
 NEWER = "newer ddpjob-trainer"
 #: What is done to the snapshots of steps 1 and 2; which is fetched, or why none is.
 HARMS = [

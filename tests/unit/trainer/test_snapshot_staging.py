@@ -77,7 +77,7 @@ def test_memory_is_reused_and_what_is_pinned_is_unpinned():
 
 
 def test_memory_that_cannot_be_pinned_is_used_and_named_once(monkeypatch, capfd):
-    monkeypatch.setattr(layout, "_told_unpinned", False)
+    monkeypatch.setattr(layout, "_warned_unpinned", False)
     device = Pins(full=True)
     pool = Pool(device)
     pool.prepare(5000)

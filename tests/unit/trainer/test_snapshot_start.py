@@ -145,7 +145,7 @@ def test_another_namespaces_snapshots_are_not_gone_on_from(tmp_path):
     one: dict[str, Any] = {"namespace": "one"}
     save(saved(tmp_path, uid="a", **one), 5, **one)
     other: dict[str, Any] = {"uid": "b", "namespace": "two"}
-    with pytest.raises(ConfigError, match=r"namespace 'one'.*'two'\. Give this job a directory"):
+    with pytest.raises(ConfigError, match=r"namespace 'one'.*'two'\. Give this job its own"):
         open_snapshots(tmp_path, 1, **other)
     assert loaded_step(tmp_path, 1, **other, allow_changes=frozenset({"namespace"})) == 5
     assert loaded_step(tmp_path, 2, uid="a", **one) == 5
@@ -348,7 +348,7 @@ REFUSED = [
     # After a rollback of the image: else training began anew, and the next upgrade as well.
     row("a manifest of a newer program", partial(newer, MANIFEST), NEWER, asked=1),
     row("a start record of a newer program", partial(newer, START), NEWER, asked=1),
-    row("damaged", damaged, r"00000001 holds 1\..*header is wrong.*begin anew", asked=1),
+    row("damaged", damaged, r"00000001 holds 1\..*header is wrong.*start over", asked=1),
     row("without its start record", without_record, "00000001 holds one of step 5", asked=1),
     row("emptied, as the status knows", empty, LOST, asked=1),
 ]  # fmt: skip
@@ -462,7 +462,7 @@ def test_an_attempt_that_finds_nothing_to_go_on_from_says_so(tmp_path, capsys):
     (tmp_path / "00000005").mkdir()
     (tmp_path / "00000005" / manifest.file_name(1)).touch()  # a stranger's: no snapshot is lost
     assert loaded_step(tmp_path, 1) is None
-    assert "begins anew" not in capsys.readouterr().err
+    assert "starts over" not in capsys.readouterr().err
     assert loaded_step(tmp_path, 2) is None
     assert f"{tmp_path} holds no snapshot to go on from" in capsys.readouterr().err
 

@@ -223,7 +223,7 @@ def test_a_state_of_other_types_is_refused(what):
     state.register("optimizer", torch.optim.Adam(model.parameters()))
     snapshot = stored(state)
     WRONG[what](snapshot)
-    words = f"as {what.strip()} does not fit (.|\n)*use the code that wrote it, or start anew"
+    words = f"as {what.strip()} does not fit (.|\n)*use the code that wrote it, or start over"
     with pytest.raises(ConfigError, match=words):
         state.restore(memory_source(snapshot), 0)
 

@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_no_more(here, tmp_path):
     for folder in (f"{tmp_path}/file/job", "s3://bucket/job"):
         workdir.fill(None, [], {contract.SNAPSHOT_DIR: folder}, said.append)
     assert len(said) == 1
-    assert "was not made: Not a directory" in said[0]
+    assert ": Not a directory; writes to it will fail" in said[0]
     assert list(here.iterdir()) == []
 
 
@@ -135,4 +135,4 @@ def test_a_file_server_that_does_not_answer_holds_nothing_up(monkeypatch):
     workdir.fill(None, [], {contract.SNAPSHOT_DIR: "/snapshots/job"}, said.append)
     answers.set()
     assert len(said) == 1
-    assert "/snapshots/job of $DDPJOB_SNAPSHOT_DIR was not made: no answer within" in said[0]
+    assert "could not create /snapshots/job of $DDPJOB_SNAPSHOT_DIR: no answer within" in said[0]

@@ -68,7 +68,7 @@ class Options(Arguments):
             if world_size > count:
                 raise ConfigError(
                     f"level='elastic' with shards={count} can use at most {count} processes, not"
-                    f" {world_size}: use fewer, or start anew with more shards"
+                    f" {world_size}: use fewer, or start over with more shards"
                 )
         if self.micro_batches > 1:
             sharers += f" x micro_batches={self.micro_batches}"

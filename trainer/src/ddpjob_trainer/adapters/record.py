@@ -90,8 +90,8 @@ class Record:
     def saved(self, step: int) -> None:
         """Record the checkpoint after ``step`` steps as written; it counts as progress."""
         if self.begun:
-            told = {"snapshot_step": step} if self._main else {}  # others may be done before it is
-            self._update("data", phase="startup" if self._first else "step", **told)
+            more = {"snapshot_step": step} if self._main else {}  # others may be done before it is
+            self._update("data", phase="startup" if self._first else "step", **more)
 
     def failed(self, exception: BaseException) -> None:
         """Record the exception that ends training."""

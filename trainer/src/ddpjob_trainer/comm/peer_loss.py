@@ -36,7 +36,7 @@ _NO_INTERFACE = "GLOO_SOCKET_IFNAME must name an interface that this machine has
 _OTHER_NCCL = "use the same image on every machine"
 #: Messages of a backend for an error that a restart would meet again, with the cure.
 _MISCONFIGURED = {
-    "Duplicate GPU detected": "give each process a GPU of its own, that of LOCAL_RANK",
+    "Duplicate GPU detected": "give each process its own GPU, that of LOCAL_RANK",
     "Mismatched NCCL version": _OTHER_NCCL,
     "NCCL version mismatch": _OTHER_NCCL,
     "ncclInvalidUsage": "NCCL_DEBUG=WARN tells more",

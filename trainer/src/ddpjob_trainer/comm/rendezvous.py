@@ -203,9 +203,9 @@ class _Card:
     def show(self, store: Store) -> None:
         """Publish it, as rank 0. Others of the job know it by a hash of the uid."""
         salt = secrets.token_hex(8)
-        told = [_hash(salt, self._env.identity), *self._number, self._env.world_size, salt]
+        facts = [_hash(salt, self._env.identity), *self._number, self._env.world_size, salt]
         anyhow: Any = store  # its stub has no bytes
-        anyhow.set(self._key, self._seal.close(self._key, 0, json.dumps(told).encode()))
+        anyhow.set(self._key, self._seal.close(self._key, 0, json.dumps(facts).encode()))
 
     def compare(self, store: Store) -> str:
         """Compare rank 0's with ours; return why to ask again, "" if they are equal."""
@@ -233,8 +233,8 @@ class _Card:
                 " one image. New pods of all of them have that"
             )
         try:
-            job, *told, _, salt = json.loads(data_of(note[:_IDENTITY_BYTES]))
-            numbers = [int(one) for one in told]
+            job, *facts, _, salt = json.loads(data_of(note[:_IDENTITY_BYTES]))
+            numbers = [int(one) for one in facts]
             attempt, round_, _ = numbers
             same = job == _hash(str(salt), own)
         except (ValueError, TypeError, OverflowError, RecursionError):
@@ -337,8 +337,8 @@ def _misfit(devices: Sequence[str]) -> str:
             )
         if name and first.setdefault(name, rank) != rank:
             return (
-                f"ranks {first[name]} and {rank} have the same GPU, {name}: give each process one"
-                " of its own, by LOCAL_RANK or CUDA_VISIBLE_DEVICES"
+                f"ranks {first[name]} and {rank} have the same GPU, {name}: give each process"
+                " its own, by LOCAL_RANK or CUDA_VISIBLE_DEVICES"
             )
     return ""
 

@@ -125,7 +125,7 @@ class Stream:
             raise ConfigError(
                 f"after {step} steps the stream of this process should have given"
                 f" {step * self._parts} batches, the snapshot knows of {self.total}: use as many"
-                " processes and micro_batches as then, or start anew with snapshot.resume: Never"
+                " processes and micro_batches as then, or start over with snapshot.resume: Never"
             )
 
     def next(self, step: int, number: int, positions: Indices) -> Any:
@@ -150,7 +150,7 @@ class Stream:
             self._seed(self.total)
             batch = self._read(self._iterator)
             if batch is not None:
-                self.first = self.first or self._told_by(batch[0])
+                self.first = self.first or self._fingerprint(batch[0])
                 self.total += 1
                 self._taken += 1
                 return batch[0]
@@ -164,7 +164,7 @@ class Stream:
             self._epoch += 1
             self._taken = 0
 
-    def _told_by(self, batch: Any) -> bytes:
+    def _fingerprint(self, batch: Any) -> bytes:
         """Return bytes that tell this rank's first batch from another rank's.
 
         The sampler's draw, as ranks may change samples; else the batch's numbers; else our own key.
@@ -249,7 +249,7 @@ class Stream:
             raise ConfigError(
                 f"{type(self._source).__name__} has"
                 f" {'no' if self._keeper is None else 'a'} state_dict(), other than that of the"
-                " snapshot: use the same, or start anew with snapshot.resume: Never"
+                " snapshot: use the same, or start over with snapshot.resume: Never"
             )
         if self._keeper is not None:
             if callable(set_epoch := getattr(self._source, "set_epoch", None)):

@@ -150,7 +150,7 @@ def incident(found: Round) -> Incident:
     lost = next((one["lost"] for one in files if one["lost"]), {})
     gone = [one for one in files if one in silent or str(one["replica"]) in lost]
     gone += [one for one in files if one not in gone]
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "uid": files[0]["uid"],
         "attempt": files[0]["attempt"],
         "round": files[0]["round"],
@@ -172,12 +172,12 @@ def incident(found: Round) -> Incident:
     }
     if first := first_of(files):
         file, rank = first
-        told |= {
+        facts |= {
             "first": {**rank, "log": rank["log"][-_LAST_LINES:]},
             "firstReplica": file["replica"],
             "firstPod": file["pod"],
         }
-    kept = {name: value for name, value in told.items() if value not in (None, [], {})}
+    kept = {name: value for name, value in facts.items() if value not in (None, [], {})}
     return cast("Incident", kept)
 
 

@@ -84,8 +84,8 @@ class Supervisor:
                 self._log.put(2, traceback.format_exc().encode(errors="replace"))
             code = termination.broke(self._config, error, self._log.say)
         # The report is written: a signal hurries the end, but does not change it.
-        told_late = self._signals.end_at_once(code)
-        self._log.flush(hurry=self._ended.signal != 0 or told_late)
+        late_signal = self._signals.end_at_once(code)
+        self._log.flush(hurry=self._ended.signal != 0 or late_signal)
         return code
 
     def _run(self) -> int:

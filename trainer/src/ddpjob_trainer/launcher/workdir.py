@@ -135,7 +135,7 @@ def _make(folder: Path, say: Callable[[str], None]) -> None:
     if thread.is_alive():
         problem.append(f"no answer within {_ANSWER_SECONDS:g} s")
     for one in problem:
-        say(f"{folder} of ${contract.SNAPSHOT_DIR} was not made: {one}; whoever writes there fails")
+        say(f"could not create {folder} of ${contract.SNAPSHOT_DIR}: {one}; writes to it will fail")
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ddpjob_trainer.gpu.accelerator import Number
 from ddpjob_trainer.printing import say
 
 #: So many skipped updates are logged one by one; then every hundredth.
-_TOLD = 10
+_REPORTED = 10
 
 
 class NanPolicy:
@@ -116,7 +116,7 @@ class NanPolicy:
                 f"{text}. The update was not made. start(nan_policy='skip') leaves such updates out"
             )
         self.skipped += 1
-        if self._world.rank == 0 and (self.skipped <= _TOLD or self.skipped % 100 == 0):
+        if self._world.rank == 0 and (self.skipped <= _REPORTED or self.skipped % 100 == 0):
             say(0, f"{text}. The update is skipped, number {self.skipped} of this process")
 
     def after(

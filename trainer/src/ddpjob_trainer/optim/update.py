@@ -163,8 +163,8 @@ class Updater:
         norms = [unit.clip.norm for unit in self.units if unit.clip.norm is not None]
         if norms:
             before, self._norm = self._norm, accelerator.soon({"": norms[0]})[""]
-            told = before if accelerator.queues and before is not None else self._norm
-            found["grad_norm"] = float(told)
+            shown = before if accelerator.queues and before is not None else self._norm
+            found["grad_norm"] = float(shown)
         return found
 
     def find(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Unit]:

@@ -44,7 +44,7 @@ Config = Mapping[str, Any]
 _CHANGED = {
     "samples": "the dataset is another one",
     "shards": "the result would be another one",
-    "world_size": "each has a stream of its own",
+    "world_size": "each has its own stream",
 }
 _WORDS = {"script": "another script", "arguments": "other arguments"}
 
@@ -72,7 +72,7 @@ def compare_configs(stored: Config, mine: Config, rank: int, allowed: Collection
         allow = f", go on with snapshots=ddp.Snapshots(allow_changes={change!r})" if change else ""
         raise ConfigError(
             f"the snapshot was made with {name}={stored.get(name)}, now it is {mine[name]}: {what}."
-            f" Use the old value{allow}, or start anew with snapshot.resume: Never"
+            f" Use the old value{allow}, or start over with snapshot.resume: Never"
         )
     if rank != 0 or mine["level"] == "off":
         return
@@ -124,7 +124,7 @@ def _origin_text(found: Origin) -> str:
     said = ""
     if "uid" in found:
         said = (
-            f" of another job (uid {found['uid']}), whose snapshots lie here; to begin anew use"
+            f" of another job (uid {found['uid']}), whose snapshots lie here; to start over use"
             " another name or snapshot.resume: Never, or delete them"
         )
     if changed := found.get("changed"):

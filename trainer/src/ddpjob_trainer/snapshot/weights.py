@@ -24,7 +24,7 @@ from ddpjob_trainer.snapshot.ondisk import disk
 
 #: What DistributedDataParallel puts before every name of a state_dict.
 _PREFIX = "module."
-_TOLD = 2000  # characters of an error that lists names
+_MOST_TEXT = 2000  # characters of an error that lists names
 
 
 def save(path: Path, module: torch.nn.Module, about: Mapping[str, str]) -> list[str]:
@@ -137,7 +137,7 @@ def load(path: Path, module: torch.nn.Module) -> None:
     try:
         module.load_state_dict(state, strict=True)
     except RuntimeError as error:
-        text = textwrap.shorten(str(error), _TOLD, placeholder="...")
+        text = textwrap.shorten(str(error), _MOST_TEXT, placeholder="...")
         raise ConfigError(
             f"resume={path} does not hold this model's weights: {text} If only some are wanted,"
             " load them yourself before prepare(), with strict=False"

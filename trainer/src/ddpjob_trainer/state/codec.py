@@ -50,7 +50,7 @@ _BASES: dict[type, Callable[[Any], Any]] = {
 _CURE = (
     "state must consist of tensors, numbers, strings, bytes, None, lists, tuples, deques and dicts;"
     " if it is a subclass of these, after a resume it would be of another type: keep what it is"
-    " made of (.value, .detach(), tuple(...) or np.asarray(...) of it), and make it anew of that."
+    " made of (.value, .detach(), tuple(...) or np.asarray(...) of it), and make it again of that."
     " Of a library's class derive one whose state_dict() and load_state_dict() do so, or take"
     " another, as torch's SequentialLR for a warm-up"
 )

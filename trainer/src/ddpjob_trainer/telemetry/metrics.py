@@ -50,7 +50,7 @@ WORKER: Final = (
     Spec(
         "loss",
         "gauge",
-        "Mean loss over all ranks, of the newest step that told it: at most 16 short ones ago.",
+        "Mean loss over all ranks, of the newest step that has it: at most 16 short ones ago.",
     ),
     Spec("samples_per_second", "gauge", "Samples per second of the whole gang, recent mean."),
     Spec("learning_rate", "gauge", "Learning rate of the first parameter group."),
@@ -63,7 +63,7 @@ WORKER: Final = (
         "phase_seconds",
         "counter",
         "Time spent, by what was done: data, forward, backward, update, body, agreement,"
-        " snapshot (laid out and copied while training stands still), evaluation.",
+        " snapshot (laid out and copied while training waits), evaluation.",
         ("rank", "activity"),
     ),
     Spec("snapshot_step", "gauge", "Step of the newest snapshot that another rank has read back."),

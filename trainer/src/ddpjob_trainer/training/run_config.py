@@ -100,7 +100,7 @@ def schedule_warning(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     return (
         f"warning: schedulers advanced at every {' and '.join(were)} before the snapshot, and do so"
         f" at every {' and '.join(are)} now, from where they are: the rate will not be that of a"
-        " run from the beginning. For that start anew in another snapshot directory"
+        " run from the beginning. For that start over in another snapshot directory"
     )
 
 
@@ -152,14 +152,14 @@ class Hyperparameters:
             self._put_back(set(other))
         else:
             self.kept = {place: before.get(place, text) for place, text in mine.items()}
-        told = [
+        changed = [
             f"{place} {before[place]} (now {mine[place]})"
             for place in other
             if not place.endswith(" base_lrs") and not _follows(place, mine)
         ]
-        if not told:
+        if not changed:
             return ""
-        text = f"the script had other hyperparameters before: {', '.join(told)}"
+        text = f"the script had other hyperparameters before: {', '.join(changed)}"
         if script:
             return f"{text}: from here on those of now hold, as snapshots.hyperparameters says"
         return (

@@ -221,8 +221,8 @@ class Shutdown:
     def stop(self, step: int) -> NoReturn:
         """End after an agreed stop. A rank that got no signal itself is collateral: 75."""
         if not self.signal:
-            self._state.failed(PeerLostError("another rank was told to stop"))
-            say(self._rank, f"stopped after step {step}: another rank was told to stop")
+            self._state.failed(PeerLostError("another rank got a signal to stop"))
+            say(self._rank, f"stopped after step {step}: another rank got a signal to stop")
             leave(ExitCode.PEER_LOST)
         say(self._rank, f"stopped after step {step} by {signal.Signals(self.signal).name}")
         leave(128 + self.signal)

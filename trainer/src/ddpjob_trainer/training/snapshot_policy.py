@@ -115,8 +115,8 @@ class SnapshotPolicy:
         if self.finished:
             self._say(
                 f"the run is finished, after step {self.resumed_after}: nothing is left to train."
-                " To go on, ask for more steps than then; to train anew, take another snapshot"
-                " directory"
+                " To go on, ask for more steps than then; to train from the start, take another"
+                " snapshot directory"
             )
         else:
             self._process.replay.begin(self.resumed_after, decides, stored.get("unproven"))

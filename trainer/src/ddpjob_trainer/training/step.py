@@ -134,7 +134,7 @@ class Step:
         if self.consumed < self.received:
             raise ConfigError(
                 "level='elastic': the loop went on in step.batches before the forward of the batch"
-                " that it had got. Each has random numbers of its own, so what is collected, as by"
+                " that it had got. Each has its own random numbers, so what is collected, as by"
                 " list(step.batches), would draw others at another world size: call the model on"
                 " each batch before the next one is taken"
             )
@@ -143,7 +143,7 @@ class Step:
         """Account for a backward. Raises ConfigError when it is not clear which batch it is of."""
         self._check_weight(number, weight)
         # Two ways to use batches: one after another, with any number of losses each, or collected,
-        # with one loss each. Mixed, a second loss cannot be told from the next batch's first.
+        # with one loss each. Mixed, a second loss looks like the next batch's first.
         self._ahead |= number < self.received - 1
         self._again |= number < self.consumed
         if self._ahead and self._again:
@@ -215,7 +215,7 @@ class Step:
         if self.committed:
             when = "after step.commit()"
         elif not done and not self.updates:
-            when = "before step.backward(loss), which stands in the place of loss.backward()"
+            when = "before step.backward(loss), which takes the place of loss.backward()"
             when += LEFT_OUT
         elif not done:
             when = (

@@ -169,7 +169,7 @@ class StepExchange:
             say(
                 0,
                 f"warning: all {len(firsts)} processes read the same batch from their streams: each"
-                " must read a share of its own, by run.rank and run.world_size",
+                " must read its own share, by run.rank and run.world_size",
             )
 
     def _check_weighted(self, step: Step, count: float) -> None:

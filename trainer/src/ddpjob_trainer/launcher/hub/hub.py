@@ -180,7 +180,7 @@ class Hub:
 
     def _leave(self, seat: int, now: float) -> None:
         """Let the others save together with a launcher that got a signal to end."""
-        how = "was told to end"
+        how = "got a signal to end"
         if seat not in self.outcome.done:
             self.seats.leaving.add(seat)
             self._vacate(seat, how, now, graceful=True)

@@ -106,7 +106,7 @@ def ended_early(exits: Collection[Exit], cause: Exit | None) -> str:
         early = [exit_ for exit_ in ends if exit_.at <= cause.at + CAUSE_WAIT_SECONDS]
     if not early:
         return ""
-    return f"{whom(early)} {LEFT_EARLY} others trained: sys.exit() on some ranks only?"
+    return f"{named(early)} {LEFT_EARLY} others trained: sys.exit() on some ranks only?"
 
 
 def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: float) -> str:
@@ -121,12 +121,12 @@ def ended_long_ago(exits: Collection[Exit], running: int, patience: float, now: 
     if not early or not running:
         return ""
     return (
-        f"{whom(early)} ended with exit code 0 more than {patience:g} s ago, and {running} of the"
+        f"{named(early)} ended with exit code 0 more than {patience:g} s ago, and {running} of the"
         " others have not ended and may wait for it for ever (sys.exit() on some ranks only?)"
     )
 
 
-def whom(exits: Collection[Exit]) -> str:
+def named(exits: Collection[Exit]) -> str:
     """Name ranks, and the step after which they ended, if all agree on it."""
     ranks = sorted(exit_.rank for exit_ in exits)
     steps = {exit_.step for exit_ in exits}

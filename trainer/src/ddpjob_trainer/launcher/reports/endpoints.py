@@ -247,13 +247,13 @@ def serve(
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
             if path == "/state":
-                told = answer(kept(), query, local=_is_local(self.client_address[0]))
-                if told is not None and told.get("uid"):  # it is asked for by who may know all
-                    told = state()
-                if told is None:
+                shown = answer(kept(), query, local=_is_local(self.client_address[0]))
+                if shown is not None and shown.get("uid"):  # it is asked for by who may know all
+                    shown = state()
+                if shown is None:
                     self._reply(409, b"this is another job\n", "text/plain")
                 else:
-                    self._reply(200, json.dumps(told).encode(), "application/json")
+                    self._reply(200, json.dumps(shown).encode(), "application/json")
             elif path == "/healthz":
                 well = healthy()
                 self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")

@@ -398,7 +398,7 @@ def answer(state: State, query: str, *, local: bool) -> State | None:
         return state
     if uid and named:
         return None
-    told = state.copy()
+    shown = state.copy()
     for private in ("uid", "stacks", "rounds", "resumed", "proof"):
-        told.pop(private, None)  # type: ignore[misc]
-    return told
+        shown.pop(private, None)  # type: ignore[misc]
+    return shown

@@ -53,7 +53,7 @@ class NewerFormatError(InvalidSnapshotError, ValueError):
     def refusal(self) -> ConfigError:
         """Return what to say where nothing else is to go on from."""
         return ConfigError(
-            f"there are snapshots, and none can be read: {self}, or start anew in another snapshot"
+            f"there are snapshots, and none can be read: {self}, or start over in another snapshot"
             " directory or with snapshot.resume: Never"
         )
 

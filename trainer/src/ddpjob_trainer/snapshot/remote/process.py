@@ -136,10 +136,10 @@ def run_uploads(order: dict[str, Any], requests: queue.SimpleQueue[dict[str, Any
             request = requests.get(timeout=uploads.wait_seconds())
         if "step" in request:
             uploads.want(request["step"])
-        told = uploads.attempt(at_once="now" in request)
-        if told is not None:
-            answer(**told)
-        if told is not None and "uploaded" in told:
+        outcome = uploads.attempt(at_once="now" in request)
+        if outcome is not None:
+            answer(**outcome)
+        if outcome is not None and "uploaded" in outcome:
             with contextlib.suppress(Exception):  # a snapshot that fails, too, says why
                 kept = kept or EvidenceCopy(url, root)
                 kept.copy()

@@ -238,8 +238,8 @@ def fetch(
         failed = _without_a_record(store, known)
     if failed and not held:
         raise ConfigError(
-            f"no snapshot in {store.url} is usable, and there was one, so training does not begin"
-            f" anew: {'; '.join(failed[:_NAMED])}. Put the objects back. To begin anew, delete the"
+            f"no snapshot in {store.url} is usable, and there was one, so training does not start"
+            f" over: {'; '.join(failed[:_NAMED])}. Put the objects back. To start over, delete the"
             " job and apply it with snapshot.resume: Never, or upload to another place"
         )
     return None

@@ -240,7 +240,7 @@ def open_source(directory: Path, found: Manifest) -> Source:
 # gets new tensors, since load_state_dict() may keep those that it is given: what shared memory
 # within it does so again.
 
-_ANEW = "start anew in another snapshot directory or with snapshot.resume: Never"
+_START_OVER = "start over in another snapshot directory or with snapshot.resume: Never"
 
 
 @contextlib.contextmanager
@@ -255,7 +255,7 @@ def fitting(what: str) -> Iterator[None]:
             raise  # of a module's load_state_dict() only
         raise ConfigError(
             f"what the snapshot holds as {what} does not fit ({type(error).__name__}: {error}): use"
-            f" the code that wrote it, or {_ANEW}"
+            f" the code that wrote it, or {_START_OVER}"
         ) from error
 
 
@@ -337,13 +337,13 @@ def check_tensors(
     if odd and sorted(map(uncompiled, stored)) == sorted(map(uncompiled, mine)):
         raise ConfigError(
             "the snapshot belongs to a model that torch.compile() was given otherwise:"
-            f" {odd[0]!r} is in only one of them. Compile as then, or {_ANEW};"
+            f" {odd[0]!r} is in only one of them. Compile as then, or {_START_OVER};"
             " run.prepare(..., compile=True) changes no name"
         )
     if odd:
         raise ConfigError(
             f"the snapshot belongs to another model: {odd[0]!r} is in only one of them"
-            f" ({len(odd)} such names). Restore the model's code, or {_ANEW}"
+            f" ({len(odd)} such names). Restore the model's code, or {_START_OVER}"
         )
     found = []
     for name, tensor in mine.items():
@@ -354,6 +354,6 @@ def check_tensors(
             raise ConfigError(
                 f"the snapshot's {name} is {source.dtype} {list(source.shape)}, the"
                 f" model's is {tensor.dtype} {list(tensor.shape)}. Restore the model's code, or"
-                f" {_ANEW}"
+                f" {_START_OVER}"
             )
     return found

@@ -92,7 +92,7 @@ class Retry:
 
     def __call__(self, action: Callable[[], Result]) -> Result:
         """Return the action's result, or raise its last error after the deadline."""
-        pause, told = _FIRST_SECONDS, set()
+        pause, logged = _FIRST_SECONDS, set()
         while True:
             try:
                 return action()
@@ -100,8 +100,8 @@ class Retry:
                 left = self._deadline - self.now()
                 if error.errno not in _PASSING or left <= 0:
                     raise
-                if error.errno not in told:
-                    told.add(error.errno)
+                if error.errno not in logged:
+                    logged.add(error.errno)
                     say(self.rank, f"{error}; trying again for {left:.0f} s")
             self.wait(min(pause, left))
             pause *= 2
@@ -215,9 +215,9 @@ class _Opening:
         if source is None and self._anothers:
             raise ConfigError(self._anothers)
         if source is None and (self._settings.resume or not first):
-            self._refuse_to_begin_anew(starts)
+            self._refuse_to_start_over(starts)
         if source is None and not first:
-            say(0, f"{self._root} holds no snapshot to go on from: training begins anew")
+            say(0, f"{self._root} holds no snapshot to go on from: training starts over")
         if source is not None and source.step < self._settings.known_step:
             say(
                 0,
@@ -236,7 +236,7 @@ class _Opening:
         lineage.write_start(self._root, start, identity.secret)
         return start, source
 
-    def _refuse_to_begin_anew(self, starts: dict[int, Start]) -> None:
+    def _refuse_to_start_over(self, starts: dict[int, Start]) -> None:
         """Raise where something says that there has been a snapshot: only a user may give it up."""
         if self._unreadable is not None:
             raise _refusal(self._unreadable)
@@ -256,8 +256,8 @@ class _Opening:
             why = f" What failed: {failed}." if failed else ""
             raise ConfigError(
                 f"no snapshot in {self._root} is usable, and there was one, so training does not"
-                f" begin anew: {'; '.join(self._known[:_NAMED])}.{why} Put the files back, or mount"
-                " the volume that has them. To begin anew, delete the job and apply it with"
+                f" start over: {'; '.join(self._known[:_NAMED])}.{why} Put the files back, or mount"
+                " the volume that has them. To start over, delete the job and apply it with"
                 " snapshot.resume: Never, or in another directory"
             )
 
@@ -383,7 +383,7 @@ class _Opening:
             return False
         self._anothers = (
             f"the snapshots in {self._root} are of a job in namespace {theirs!r}, and this one is"
-            f" in {mine!r}. Give this job a directory of its own: another snapshot.path, another"
+            f" in {mine!r}. Give this job its own directory: another snapshot.path, another"
             " volume, or subPath. To go on from them, use"
             " snapshots=ddp.Snapshots(allow_changes='namespace')"
         )
@@ -448,7 +448,7 @@ def _refusal(error: _Unreadable) -> Exception:
     return ConfigError(
         f"there are snapshots, and none can be read: {error.strerror}: {error.filename}. Let user"
         f" {os.geteuid()} read them (securityContext.runAsUser or fsGroup, as it was when they were"
-        " written), or start anew in another snapshot directory or with snapshot.resume: Never"
+        " written), or start over in another snapshot directory or with snapshot.resume: Never"
     )
 
 

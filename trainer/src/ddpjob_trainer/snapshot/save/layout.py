@@ -84,17 +84,17 @@ class Buffer:
                 target.copy_(source, non_blocking=accelerator.queues)
 
 
-_told_unpinned = False
+_warned_unpinned = False
 
 
 def _pin(memory: torch.Tensor, accelerator: Accelerator) -> bool:
     """Page-lock memory: a GPU's copies run beside its kernels only into memory it knows."""
-    global _told_unpinned
+    global _warned_unpinned
     try:
         return accelerator.pin(memory)
     except RuntimeError as error:
-        if not _told_unpinned:
-            _told_unpinned = True
+        if not _warned_unpinned:
+            _warned_unpinned = True
             text = str(error).strip().partition("\n")[0]
             say(
                 0,

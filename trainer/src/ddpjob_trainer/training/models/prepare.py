@@ -66,7 +66,7 @@ REFUSALS = (
         "comm_hook",
         "level='elastic'",
         lambda f: _elastic(f) and f.model.comm_hook is not None,
-        "elastic adds gradients up in an order of its own, past DDP's buckets and their hooks",
+        "elastic adds gradients up in its own order, past DDP's buckets and their hooks",
         "Use comm_hook=None, or level='resume'",
     ),
     Refusal(

@@ -138,7 +138,7 @@ _CAUSES: Final[dict[Differs, str]] = {
     "random numbers": "a branch of the script that draws random numbers was not taken as before, by"
     " something that the script keeps. Keep that with run.state(...) or run.register(name, obj)",
     "loss": "the script keeps something from step to step: a variable, an attribute, a flag, a"
-    " DataLoader or a model of its own. Compute it from step.index, or keep it with run.state(...)"
+    " DataLoader or its own model. Compute it from step.index, or keep it with run.state(...)"
     " or run.register(name, obj)",
     "weights": "the script changes gradients, optimizers or weights by something that it keeps."
     " Compute it from step.index, or keep it with run.state(...) or run.register(name, obj)",
