@@ -14,14 +14,17 @@ ADDRESSES = """
 import os
 import re
 import socket
-from ddpjob_trainer.launcher import sockets
+try:
+    from ddpjob_trainer.launcher import host
+except ImportError:  # the version before
+    from ddpjob_trainer.launcher import sockets as host
 
-usual_names, usual_bind = socket.getaddrinfo, sockets.bind
+usual_names, usual_bind = socket.getaddrinfo, host.bind
 own = os.environ.get("DDPJOB_REPLICA")
 
-def getaddrinfo(host, *given, **named):
-    found = re.fullmatch(r"j-([0-9]+)[.]j[.]ns[.]svc", str(host))
-    return usual_names(f"127.0.1.{int(found[1]) + 1}" if found else host, *given, **named)
+def getaddrinfo(name, *given, **named):
+    found = re.fullmatch(r"j-([0-9]+)[.]j[.]ns[.]svc", str(name))
+    return usual_names(f"127.0.1.{int(found[1]) + 1}" if found else name, *given, **named)
 
 def bind(port, *, reuse=True):
     if own is None or str(port) != os.environ.get("DDPJOB_HUB_PORT"):
@@ -31,7 +34,7 @@ def bind(port, *, reuse=True):
     bound.bind((f"127.0.1.{int(own) + 1}", port))
     return bound
 
-socket.getaddrinfo, sockets.bind = getaddrinfo, bind
+socket.getaddrinfo, host.bind = getaddrinfo, bind
 """
 HUB = "127.0.1.1"
 
