@@ -325,8 +325,8 @@ class Rescue:
 
             def agreed() -> bool:
                 # Only now: the other one hashes while this one writes.
-                said = _hear(link, lines, self._until).get("word")
-                return said == word and boundary.unchanged()
+                other = _hear(link, lines, self._until).get("word")
+                return other == word and boundary.unchanged()
 
             accelerator = self._world.accelerator
             if not write_alone(files, rank, step, captured, config, accelerator, agreed):
