@@ -1,7 +1,7 @@
 """Read what runs write while they go on: JSON lines in files that grow, one or more for each rank.
 
 Steps has what audit's probe writes of any script, Records what the library writes for chaos
-(training/replay/recorder.py). A line that SIGKILL has torn is left out.
+(training/replay/records.py). A line that SIGKILL has torn is left out.
 """
 
 from __future__ import annotations

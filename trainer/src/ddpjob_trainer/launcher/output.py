@@ -202,7 +202,6 @@ class OutputPump:
         self._selector = selectors.DefaultSelector()
         self._streams: dict[int, list[_Stream]] = {}  # of each worker
         self._fresh: deque[str] = deque(maxlen=_FRESH_LINES)  # of rank 0
-        self.spoke_at = time.monotonic()  # when any worker wrote last
         self._lock = threading.Lock()  # never held while anything blocks
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._wake_r, selectors.EVENT_READ, None)
@@ -302,7 +301,6 @@ class OutputPump:
         except BlockingIOError:
             return False
         self._pass_on(stream, data)
-        self.spoke_at = time.monotonic() if data else self.spoke_at
         if not data:
             self._selector.unregister(stream.fd)
             os.close(stream.fd)
