@@ -105,9 +105,8 @@ class Reader:
         self.numbers = Numbers(metrics=self.numbers.metrics)
         self._rank = 0  # the surest form that was seen: others do not count beside it
         self._lap, self._begun = (0, 0), 0  # a counter and its end; how often it began again
-        self._laps = 0  # ends of a bar without a name that began again
         self._ran = 0  # seconds of that bar
-        self._bar: tuple[int, int, bool] = (0, 0, False)  # its counter, its end, whether with loss
+        self._bar: tuple[int, bool] = (0, False)  # its end, whether with loss
 
     def read(self, line: str) -> None:
         """Take in a line without its end."""
@@ -189,19 +188,15 @@ class Reader:
 
     def _read_unnamed(self, text: str, step: int, end: int, *, with_loss: bool) -> bool:
         """Read a bar without a name: the loop's, or each epoch's; False: something else."""
-        before, length, had_loss = self._bar
+        length, had_loss = self._bar
         if end != length:
             # A bar beside the first one is of an evaluation, unless it looks more like a loop.
             longer = _seconds(text) > self._ran
             if length and not longer and not (with_loss and not had_loss):
                 return False
-            self._laps = 0
-        elif step < before == end:
-            self._laps += 1
         self._ran = _seconds(text)
-        self._bar = (step, end, with_loss or (had_loss and end == length))
-        whole = end if not self._laps else 0
-        self._count(text, self._laps * end + step, whole, rank=1)
+        self._bar = (end, with_loss or (had_loss and end == length))
+        self._count(text, step, end, rank=1)
         return True
 
     def _within(
@@ -220,7 +215,7 @@ class Reader:
             return
         self._rank = rank
         self.recognized["step"] = text
-        if rank in (2, 4) and total:  # a counter that begins again with each epoch
+        if rank != 3 and total:  # a counter that begins again with each epoch
             before, length = self._lap
             self._begun = (self._begun + (step < total / 2 < before)) * (total == length)
             self._lap = step, total
