@@ -18,7 +18,7 @@ from ddpjob_trainer.gradients.ddp import DdpAveraging
 from ddpjob_trainer.launcher.hub.messages import Rescuing
 from ddpjob_trainer.launcher.rescue import Rescuer
 from ddpjob_trainer.liveness.marks import Marks, MarksWriter, read_marks, socket_path
-from ddpjob_trainer.snapshot.ondisk import manifest
+from ddpjob_trainer.snapshot.ondisk import disk, manifest
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.restore.load import open_source
 from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256
@@ -225,6 +225,24 @@ def test_without_a_second_opinion_nothing_counts(trained, survivor):
     launcher.say(word=word)
     assert launcher.hear() == {"no": "another survivor holds other bits"}
     assert list(directory.iterdir()) == []
+    launcher.close()
+
+
+def test_a_commit_that_fails_past_its_rename_keeps_the_data(monkeypatch, trained, survivor):
+    _, launcher, directory = survivor
+    commit = disk.commit
+
+    def fails_late(path, content):
+        commit(path, content)
+        raise OSError("the directory was not synced")
+
+    monkeypatch.setattr(disk, "commit", fails_late)
+    launcher.say(do="write", seconds=PATIENCE)
+    launcher.hear()
+    launcher.say(word=word_of(24, trained.boundary.captured(0)))
+    assert launcher.hear() == {"no": "the directory was not synced"}
+    [path] = manifest.listed(directory)
+    assert whole(open_source(directory, manifest.read(path)))
     launcher.close()
 
 

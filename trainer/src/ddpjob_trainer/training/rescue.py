@@ -313,13 +313,13 @@ class Rescue:
         with boundary.reading(self._until - time.monotonic()):
             captured, step = boundary.captured(rank), boundary.step
             _tell(link, step=step)
-            files, _ = self._snapshots.alone()
+            word = word_of(step, captured)
             if not writes:
-                _tell(link, word=word_of(step, captured))
+                _tell(link, word=word)
                 return
+            files, _ = self._snapshots.alone()
             if files is None:
                 raise ChangedError("this rank sees no snapshot directory")
-            word = word_of(step, captured)
             rescued = {"rank": rank, "newest": self._snapshots.newest}
             config = {**self._config(), **boundary.facts(), "rescued": rescued}
 

@@ -54,19 +54,22 @@ def write_alone(
             yield piece
 
     disk.write_new(path, pieces())
+    target = files.directory / manifest.file_name(step)
+    named = False
     try:
-        target = files.directory / manifest.file_name(step)
-        if agreed() and not disk.exists(target):  # else the gang's own came first
+        if not agreed():
+            return False
+        if not disk.exists(target):  # else the gang's own came first
             report = Report(0, layout.bytes, crc, fingerprint=fingerprint(structure))
             draft = Draft(step, dict(config), structure, nonce, flat.tree, dict(flat.aliases))
             content = draft.manifest([report]).encode()
+            named = True  # perhaps also where commit() fails: it may have got past its rename
             disk.commit(target, content)
-            return True
-    except (OSError, ValueError):
-        _remove(files, path.name)
-        raise
-    _remove(files, path.name)
-    return False
+        return True
+    finally:
+        if not named:
+            with contextlib.suppress(OSError):
+                disk.remove(path)
 
 
 def _bytes(tensor: torch.Tensor, accelerator: Accelerator) -> memoryview:
@@ -74,8 +77,3 @@ def _bytes(tensor: torch.Tensor, accelerator: Accelerator) -> memoryview:
     with accelerator.saving(accelerator.mark()):
         host = tensor.detach().to("cpu")
     return memoryview(host.view(torch.uint8).numpy().data)
-
-
-def _remove(files: SnapshotFiles, name: str) -> None:
-    with contextlib.suppress(OSError):
-        disk.remove(files.directory / name)
