@@ -186,11 +186,12 @@ evidence: studies mutations programs ## write the pages of evidence, which make 
 	@echo "docs/internals/soak.md takes as long as you like: make soak-cluster ARGS='$(SOAK_PAGE)'"
 
 .PHONY: manifests
-manifests: setup ## what is made from other files: manifests/, docs/reference/api.md, diagrams, pictures, diffs
+manifests: setup ## what is made from other files: manifests/, docs/reference/api.md, docs/llms.txt, diagrams, pictures, diffs
 	@$(BIN)/python charts/render.py
 	@$(BIN)/python docs/internals/architecture.py
 	@$(BIN)/python docs/reference/run.py
 	@$(BIN)/python docs/guides/ladder.py
+	@$(BIN)/python docs/llms.py
 	@$(BIN)/python studies/pictures.py
 	@PYTHONPATH=tests $(BIN)/python -m support.faults
 

@@ -19,6 +19,7 @@ ELSEWHERE = {
     "CHANGELOG.md": "changelog.md",
     "charts/ddpjob/README.md": "chart.md",
 }
+DOCS = ROOT / "docs"
 LINK = re.compile(r"\[([^]]+)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 CELL = re.compile(r"<td.*?</td>", re.DOTALL)
 CODE = re.compile(r"<code>.*?</code>", re.DOTALL)
@@ -29,6 +30,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in ELSEWHERE.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     return files
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Lay each page's source beside it, to which llms.txt links (docs/llms.py)."""
+    site = Path(config.site_dir)
+    sources = {str(path.relative_to(DOCS)): path for path in DOCS.rglob("*.md")}
+    sources |= {page: ROOT / source for source, page in ELSEWHERE.items()}
+    text = (site / "llms.txt").read_text()
+    for page, source in sources.items():
+        (site / page).write_text(source.read_text())
+        text = text.replace(f"](../{source.relative_to(ROOT)})", f"]({page})")
+    (site / "llms.txt").write_text(text)
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:

@@ -38,6 +38,8 @@ def generated() -> Iterator[tuple[Path, str]]:
     ladder = load(DOCS / "guides/ladder.py")
     yield ladder.PAGE, ladder.written(ladder.PAGE.read_text())
     yield faults.PAGE, faults.page()
+    llms = load(DOCS / "llms.py")
+    yield llms.PAGE, llms.written()
 
 
 def test_generated_pages_are_what_their_scripts_write_now():
@@ -100,6 +102,17 @@ def test_every_page_can_be_reached_from_the_readme():
         linked = {(page.parent / file).resolve() for file, _ in LINK.findall(page.read_text())}
         new |= {each for each in linked if each.suffix == ".md" and each.exists()} - reached
     assert [page.name for page in pages() if page.resolve() not in reached] == []
+
+
+def test_the_maps_for_agents_name_what_exists():
+    text = (ROOT / "AGENTS.md").read_text()
+    assert len(text.splitlines()) <= 60
+    paths = re.findall(r"`([\w.-]+(?:/[\w.-]+)+)`", text)
+    assert len(paths) > 30
+    assert [path for path in paths if not (ROOT / path).exists() and path[0] != "."] == []
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"`make ([a-z-]+)`", text)) <= set(targets)
+    assert list(broken(DOCS / "llms.txt")) == []
 
 
 def test_every_page_has_its_place_on_the_site():
