@@ -24,14 +24,14 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 829,
-    "operator/src": 11_960,
+    "operator/src": 11_980,
     "trainer/src": 27_540,
     "tools/src": 5_896,
     "plugin/src": 3_053,
     "dev/bench": 4_456,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 62_175,
+    "tests": 62_206,
 }
 MOST_WORDS = 60_009  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.

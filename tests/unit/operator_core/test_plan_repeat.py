@@ -79,9 +79,36 @@ def test_failures_that_are_nobodys_or_seldom_are_no_loop():
     for _ in range(4):
         world.vanish(0).wait(9).run()
     assert not loops(world)
-    for _ in range(4):
-        world.wait(460).end(0, 1).wait(300).run().wait(5).wait(5)  # looked at while it runs
+    for number in range(4):
+        world.wait(460).end(0, 1, message=report(number + 1))
+        world.wait(300).run().wait(5).wait(5)  # looked at while it runs
         assert not loops(world)
+
+
+#: What shows that the program trains, or that time heals what it did.
+TRAINS: dict[str, dict[str, Any]] = {
+    "reports": {"step": 3}, "prints": {"printed": {"step": 3}},
+    "writes": {"fileModifiedAt": "2026-01-02T03:04:05Z"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("restart", [{}, {"healAfterSeconds": 0}, {"healAfterSeconds": 600}])
+def test_failures_without_a_step_are_a_loop_however_far_apart(restart):
+    """torchrun --standalone in a gang: its rendezvous gives up after ten minutes."""
+    world = running(restart={"maxRestarts": 9, **restart})
+    for number in range(6):
+        world.wait(601).end(0, 1).wait(1).run().poll().wait(5)
+        assert loops(world) == (number >= 2 and restart.get("healAfterSeconds") != 600), number
+    assert len(world.told("CrashLooping")) <= 1
+
+
+@pytest.mark.parametrize("how", TRAINS)
+def test_a_loop_without_a_step_ends_with_any_progress(how):
+    world = running(restart={"maxRestarts": 9})
+    for _ in range(3):
+        world.wait(601).end(0, 1).wait(1).run().wait(5)
+    assert loops(world.wait(1000))
+    assert not loops(world.poll(**TRAINS[how]).wait(5))
 
 
 @pytest.mark.fault("U15")

@@ -125,7 +125,7 @@ def _stalls(view: View, status: Status) -> Iterator[Stall]:
     yield from pod_group.stalls(view.spec, view.status, view.feedback)
     yield from stalls.of_pods(view)
     yield from refusals.stalls(view)
-    yield from verdict.crash_loop(status, view.clock)
+    yield from verdict.crash_loop(view, status)
     yield from operators.stalls(view.status, view.clock)
 
 

@@ -10,14 +10,16 @@ reported may be older than the job, so later ones have to be newer than that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
+from math import inf
 from typing import Final
 
 from ddpjob_contract import exits
 from ddpjob_operator.core import evidence
-from ddpjob_operator.core.change import Change, Clock, Stall
+from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects.spec import Spec
@@ -27,7 +29,8 @@ from ddpjob_operator.core.view import View
 
 CRASH_LOOPING: Final = "CrashLooping"
 #: A loop is so many failures within so short a time, and ends after so long without one. Both
-#: bounds are longer than the longest wait between two attempts, or it would flap.
+#: bounds are longer than the longest wait between two attempts, or it would flap. Failures
+#: without a step may be further apart: a rendezvous gives up after ten minutes.
 _FAILURES: Final = 3
 _RATE: Final = timedelta(minutes=15)
 _QUIET: Final = timedelta(minutes=10)
@@ -132,16 +135,22 @@ def backoff(spec: Spec, consecutive: int, least: float = 0.0) -> float:
     return exits.backoff(consecutive, max(restart.initial_seconds, least), restart.max_seconds)
 
 
-def crash_loop(status: Status, clock: Clock) -> Iterator[Stall]:
+def crash_loop(view: View, status: Status) -> Iterator[Stall]:
     """Explain that the program fails again and again, in whatever phase the gang is."""
     counted = of_program(status)
     last = counted[-_FAILURES:]
-    if len(last) < _FAILURES or last[-1].detected_at - last[0].detected_at > _RATE:
+    if len(last) < _FAILURES:
         return
-    newest = last[-1]
-    if clock.reached(newest.detected_at + _QUIET):
+    newest, within = last[-1], last[-1].detected_at - last[0].detected_at
+    longest = max(new.detected_at - old.detected_at for old, new in pairwise(last))
+    if _trained(view, last) or longest.total_seconds() >= (view.spec.restart.heal_after or inf):
+        if within > _RATE:
+            return
+        longest = timedelta(0)
+    if view.clock.reached(newest.detected_at + longest + _QUIET):
         return
-    counted = [one for one in counted if newest.detected_at - one.detected_at <= _RATE]
+    within = max(within, _RATE)
+    counted = [one for one in counted if newest.detected_at - one.detected_at <= within]
     took = max(1.0, (newest.detected_at - counted[0].detected_at).total_seconds() / 60)
     rounds = sum(one.in_place for one in counted)
     often = f"{len(counted)} failures within {took:.0f} min, {rounds} of them restarted in place"
@@ -149,6 +158,16 @@ def crash_loop(status: Status, clock: Clock) -> Iterator[Stall]:
     each = ", each so" if newest.exception and alike else ""
     cure = "spec.suspend true stops it and keeps the snapshots"
     yield Stall(CRASH_LOOPING, f"{describe(newest)}: the last of {often}{each}; {cure}")
+
+
+def _trained(view: View, row: Sequence[Failure]) -> bool:
+    """Tell whether any failure of a row, or the gang of now, came after a step.
+
+    Lines and files may show one of a program that reports none.
+    """
+    shown, saved = view.status.progress, view.status.restarts.snapshot_step
+    other = (shown.printed_step, shown.file_at) != (None, None)
+    return other or has_trained(view) or any((one.step or 0) > saved for one in row)
 
 
 def of_program(status: Status) -> list[Failure]:
