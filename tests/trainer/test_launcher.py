@@ -278,6 +278,15 @@ def test_the_environment_of_torchrun_and_of_a_gang(script):
     assert {name: found.get(name) for name in wanted} == wanted
 
 
+@pytest.mark.parametrize("text", ["print('begun')", "import ddpjob_trainer\nprint('begun')"])
+def test_where_torch_cannot_bind_to_cpus_nothing_is_trained(script, text):
+    """In a fresh interpreter and in a called spare. There is no GPU here."""
+    code, out, err = run("--numa-binding", "node", script(text))
+    assert code == 64, err
+    assert "--numa-binding node: torch cannot bind this process: " in err
+    assert "begun" not in out
+
+
 def test_one_process_per_pod_has_its_log_unchanged(script):
     """And nothing is left in shared memory."""
     text = "print(os.environ['DDPJOB_TRAINER_STATE_DIR'])\nprint('to stderr', file=sys.stderr)"

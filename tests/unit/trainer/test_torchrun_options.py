@@ -1,15 +1,20 @@
 """torchrun's spellings: every one is known, and taken or refused with a cure."""
 
 import argparse
+import sys
 from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
+from torch.numa import binding
 
 import ddpjob_contract as contract
 from ddpjob_trainer.environment import read_launcher
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import torchrun
+from ddpjob_trainer.launcher.launch_config import common_environment, make_launch_config
+from ddpjob_trainer.launcher.processes import numa
+from ddpjob_trainer.launcher.processes.fork_server import Program
 
 POD = {
     contract.REPLICA: "1", contract.REPLICAS: "2", contract.UID: "uid", contract.ATTEMPT: "1",
@@ -56,6 +61,24 @@ def test_what_is_taken(words, env, nproc, rounds, port):
     assert translate(words, env) == {
         "nproc": nproc, "rounds_without_progress": rounds, "master_port": port,
     }  # fmt: skip
+
+
+def test_numa_binding_reaches_torch_before_the_program(monkeypatch):
+    """In a process that becomes the program; its GPU is the local rank's."""
+    assert translate("--numa_binding socket", {})["numa_binding"] == "socket"
+    program = Program("train", (), module=True)
+    config = make_launch_config(read_launcher({}), program, numa_binding="socket")
+    plain = make_launch_config(read_launcher({}), program)
+    assert config.command == (sys.executable, "-P", "-m", numa.__name__, *plain.command)
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        binding, "_maybe_apply_numa_binding_to_current_process", lambda **what: asked.append(what)
+    )
+    numa.bind(common_environment(config, {"LOCAL_RANK": "2"}))
+    numa.bind(common_environment(plain, {"LOCAL_RANK": "2"}))
+    options = binding.NumaOptions(binding.AffinityMode("socket"))
+    assert asked == [{"gpu_index": 2, "numa_options": options}]
+    assert {mode.value for mode in binding.AffinityMode} == set(torchrun._NUMA)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0
 MASTER = "DDPJOB_TRAINER_MASTER"  # MASTER_ADDR and MASTER_PORT, which scripts overwrite
 KEY_FD = "DDPJOB_TRAINER_KEY_FD"  # a file in memory, KEY_FILE, with the round's StoreKey
 KEY_FILE = "ddpjob-store-key"
+NUMA_BINDING = "DDPJOB_TRAINER_NUMA_BINDING"  # which CPUs torch binds this process to
 #: Of a launcher, for a round: whether it allows a drill, its pid, when the round began (monotonic).
 ROUND_DRILL = "DDPJOB_TRAINER_DRILL"
 #: For benchmarks: a file to which launcher and workers append {t, event, rank, round}.

@@ -29,6 +29,7 @@ from ddpjob_trainer.arguments import (
 from ddpjob_trainer.environment import (
     EVENTS,
     MASTER,
+    NUMA_BINDING,
     REPLAY_DIR,
     RUN_ID,
     STATE_DIR,
@@ -39,6 +40,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import host
 from ddpjob_trainer.launcher.host import RuntimeDir
+from ddpjob_trainer.launcher.processes import numa
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import calls_start, uses_our_library
 
@@ -94,6 +96,7 @@ class LaunchConfig:
     resume_args: tuple[str, ...]  # more arguments from the second start on
     resume_when: str  # glob of checkpoints; "": they need none
     output: Mapping[str, Any]  # how the program prints its numbers, as spec.output
+    numa_binding: str  # see processes/numa.py; "": none
 
     @property
     def attempt(self) -> int:
@@ -252,12 +255,15 @@ def make_launch_config(
     resume_args: str | None = None,
     resume_when: str | None = None,
     read: Sequence[str] = (),
+    numa_binding: str = "",
 ) -> LaunchConfig:
     """Build the config from environment and command line; the operator's number of processes wins.
 
     Raises ConfigError, CannotStartError.
     """
     command = command_line(program)
+    if numa_binding:
+        command = (sys.executable, "-P", "-m", numa.__name__, *command)
     standalone = env.replica is None
     if metrics_port is not None:
         whole("--metrics-port", metrics_port, most=65535)
@@ -303,6 +309,7 @@ def make_launch_config(
         resume_args=words,
         resume_when=when,
         output=output_of(env.output, read),
+        numa_binding=numa_binding,
     )
 
 
@@ -321,6 +328,8 @@ def common_environment(
     except FileNotFoundError:  # a read-only root file system; torch cannot be imported without one
         env["TMPDIR"] = _MEMORY
     _give_home(env)
+    if config.numa_binding:
+        env[NUMA_BINDING] = config.numa_binding
     if config.events is not None:
         env[EVENTS] = str(config.events)
     if config.standalone:

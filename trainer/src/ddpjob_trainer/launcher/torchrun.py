@@ -22,7 +22,6 @@ _REFUSED: Final = {
     **dict.fromkeys(("duplicate-stdout-filters", "duplicate-stderr-filters"), _OUTPUT),
     "rdzv-conf": "leave it out; DDPJOB_HANG_STARTUP_SECONDS is how long ranks wait for one another",
     "local-addr": "set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME to the interface",
-    "numa-binding": "start the program by numactl",
     "shutdown-timeout": "set DDPJOB_GRACE_SECONDS",
     "virtual-local-rank": "leave it out, and use the GPU of LOCAL_RANK",
     **dict.fromkeys(
@@ -32,6 +31,7 @@ _REFUSED: Final = {
 }
 #: No effect here: failures are seen at once, and there is one kind of rendezvous.
 _WITHOUT_MEANING: Final = ("rdzv-id", "monitor-interval", "start-method", "event-log-handler")
+_NUMA: Final = ("node", "socket", "exclusive", "core-complex")
 _SHORT: Final = {"redirects": ("-r",), "tee": ("-t",)}
 
 
@@ -59,6 +59,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option(
         "rdzv-endpoint", "as --master-addr and --master-port", metavar="HOST[:PORT]", type=endpoint
     )
+    option("numa-binding", "bind each process to CPUs near its GPU, by torch", choices=_NUMA)
     option("no-python", "executables are started as they are anyway", action="store_true")
     for name in (*_WITHOUT_MEANING, *_REFUSED):
         flag = name in ("run-path", "virtual-local-rank")
@@ -88,6 +89,8 @@ def translate(
     if "no-python" in options and (module or program.endswith(".py")):
         what = "-m" if module else f"{program}, which is started by python"
         raise ConfigError(f"--no-python contradicts {what}: leave one of the two out")
+    if "numa-binding" in options:
+        found["numa_binding"] = options["numa-binding"]
     found["master_port"] = _port(options, env)
     return found
 
