@@ -131,7 +131,7 @@ def test_wheels_share_no_file_and_an_image_needs_two_of_them(made, tmp_path):
         assert "extra ==" in needed or name.lower() in page.lower(), f"{name} is not told of"
     for program in ("ddpjob-operator", "kubectl-ddp"):
         run(home / "bin" / program, "--help")
-        pip("uninstall", program)
+    pip("uninstall", "ddpjob-operator")
     (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])\n")
     ddpjob = home / "bin/ddpjob"
     output = run(ddpjob, "local", "-", given=run(ddpjob, "init", "train.py"))

@@ -4,6 +4,7 @@ The ConfigMap is test_examples.py's, git test_pages.py's.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support.cluster import wait_for
 from support.launching import PATHS
 from support.manifest import blocks
 from support.site import Site
@@ -63,3 +65,42 @@ def test_more_files_than_a_config_map_holds_lie_on_a_claim(site, here):
         log = site.kubectl("logs", f"train-{rank}", check=True).stdout
         assert f"rank {rank} has a net in /snapshots/code-1, beside /snapshots/code-1" in log
         assert f"[train-{rank}] rank {rank} has a net in {here}, beside {here}" in done.stdout
+
+
+#: Of a kind with those that need no file but themselves; each rank leaves one.
+ALONE = """
+import os, pathlib
+rank = os.environ["RANK"]
+pathlib.Path(f"out/rank-{rank}").write_text("weights")
+print(f"rank {rank} is done", flush=True)
+"""
+
+
+def test_from_a_script_to_its_log_and_its_results_in_two_commands(site, here):
+    (here / "alone.py").write_text(ALONE)
+    words = "alone.py --output out --cpu 100m --memory 64Mi --snapshots train-snapshots --claim 1Gi"
+    done = ddpjob(here, "run", *words.split())
+    assert done.returncode == 0, done.stderr
+    [name] = re.findall(r"^(alone-\w{5}): created in", done.stderr, re.MULTILINE)
+    for rank in (0, 1):
+        assert f"[pod/{name}-{rank}/trainer] rank {rank} is done" in done.stdout.splitlines()
+    assert f"{name}: Succeeded, after" in done.stderr
+    home = ddpjob(here, "cp", name, "results", "--yes")
+    assert home.returncode == 0, home.stderr
+    assert sorted(one.name for one in (here / "results").iterdir()) == ["rank-0", "rank-1"]
+    made = site.get("pods", "-l", "app.kubernetes.io/name=ddpjob-evidence")["items"]
+    assert all("deletionTimestamp" in one["metadata"] for one in made)
+    site.kubectl("get", "configmap", f"{name}-files", check=True)
+    site.delete(name)
+    wait_for(
+        lambda: not site.kubectl("get", "configmap", f"{name}-files", "--ignore-not-found").stdout,
+        "the files to go with their job",
+    )
+
+
+def ddpjob(here: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """As a user without a terminal calls it."""
+    return subprocess.run(
+        ["ddpjob", *words], cwd=here, text=True, check=False, capture_output=True,
+        env={**os.environ, "PATH": f"{here.parent / 'bin'}:{os.environ['PATH']}"},
+    )  # fmt: skip

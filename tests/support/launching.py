@@ -24,7 +24,9 @@ HANDLES = "while True: time.sleep(0.02)\n"
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "trainer/src"
 #: PYTHONPATH of processes that import the trainer.
-PATHS = os.pathsep.join(map(str, (ROOT / "contract/src", SOURCES, ROOT / "tools/src")))
+PATHS = os.pathsep.join(
+    str(ROOT / one) for one in ("contract/src", "trainer/src", "tools/src", "plugin/src")
+)
 
 
 #: Below those that the kernel gives to whoever asks for any, above those that launchers find for

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ddpjob_tools import cli
+from kubectl_ddp import cli as plugin
 from support.launching import PATHS, ROOT, finished
 from support.manifest import changed, ddpjob
 from support.patience import WHOLE
@@ -63,7 +63,7 @@ def initialised(script: Path, capsys: Any, *words: str) -> str:
     """What `init` prints for three replicas; without spares and drills, not the point here."""
     options = ("--replicas", "3", "--every-steps", str(EVERY), "--name", "job")
     with chdir(script.parent):
-        assert cli.main(["init", script.name, *options, "--", *words]) == 0
+        assert plugin.run(["init", script.name, *options, "--", *words]) == 0
     objects = list(yaml.safe_load_all(capsys.readouterr().out))
     job = objects[-1]["spec"]
     job["restart"] = {"inPlace": {"drill": "Never"}}

@@ -23,17 +23,17 @@ MAX_NAME = 70  # letters of a test's name
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 829,
+    "contract/src": 880,
     "operator/src": 11_980,
-    "trainer/src": 27_594,
-    "tools/src": 5_896,
-    "plugin/src": 3_053,
+    "trainer/src": 27_578,
+    "tools/src": 5_310,
+    "plugin/src": 4_051,
     "dev/bench": 4_456,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 62_238,
+    "tests": 62_553,
 }
-MOST_WORDS = 59_006  # of all pages in docs
+MOST_WORDS = 59_601  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

@@ -158,7 +158,7 @@ def test_before_any_pod_starts_it_waits_and_says_so_once(play, followed, capsys)
 def test_a_stream_that_breaks_off_is_no_end(play, followed, capsys):
     runs = (job("Running"), [pod(0, 1), pod(1, 1)])
     assert play("logs -f j", [runs] * (logs._BROKEN + 1)) == 1
-    assert "has broken off: run it again with --since" in capsys.readouterr().err
+    assert "has broken off: `kubectl ddp logs -f j --since 1m`" in capsys.readouterr().err
 
 
 def test_a_pod_of_a_lost_node_that_is_to_go_ends_nothing(play, followed):

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from kubectl_ddp import __version__
 from kubectl_ddp.commands import (
     account,
+    cp,
     events,
+    launch,
     logs,
     pods,
     status,
@@ -20,11 +24,44 @@ from kubectl_ddp.commands import (
     why,
 )
 from kubectl_ddp.kubectl import Failure, Kubectl
+from kubectl_ddp.script import manifest
 from kubectl_ddp.text import clean
 
 _FLAGS = ("namespace", "context", "kubeconfig")
 _INTERRUPTED = 130
 _NOBODY_READS = 141
+
+_TRAVELS = """\
+A script that is on this machine travels in a ConfigMap with the other FILES, so the stock image
+will do; one that is not must be in --image, or below /snapshots on the claim. FILES are files and
+folders. The folder in which this command is called becomes the script's working directory: all lie
+below it in the pods as they do here. What follows -- are the script's own arguments.
+"""
+_RUN = f"""\
+{_TRAVELS}
+Each run has a new name, from the script's, and its snapshots go to the claim SCRIPT-snapshots,
+which is made where it is missing (10Gi, ReadWriteMany). With --name a run of a deleted job's name
+goes on from its snapshots. Ctrl-C asks whether to leave the job running. Exit code: 0 when it has
+succeeded, 3 when it has failed, 130 after Ctrl-C.
+
+examples:
+  kubectl ddp run train.py --replicas 2 -- --lr 0.1
+  kubectl ddp run train.py models vocab.txt --gpus 8 --output runs
+  kubectl ddp run -m package.train --dry-run         prints what it would create
+"""
+_INIT = f"""\
+{_TRAVELS}
+examples:
+  ddpjob init train.py | kubectl apply --server-side -f -
+  ddpjob init train.py models vocab.txt --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
+  ddpjob init src/train.py data --output runs > job.yaml
+  ddpjob init a.py --output out --resume-args '--from {{newest}}' --resume-when 'out/*.pt'
+  ddpjob init -m package.train > job.yaml            all of the folder package
+  ddpjob init /app/train.py --image REGISTRY/mine:1 > job.yaml
+  ddpjob init /snapshots/code-1/train.py --snapshots CLAIM > job.yaml
+
+The claim of --snapshots must exist and offer ReadWriteMany; --claim 10Gi makes it, too.
+"""
 
 Command = Callable[[Kubectl, argparse.Namespace], int]
 
@@ -34,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a locale may lack what a message has
-    options = parser().parse_args(arguments)
+    options = _parsed(list(arguments))
     given = vars(options)
     flags = tuple(f"--{name}={given[name]}" for name in _FLAGS if name in given)
     try:
@@ -52,12 +89,32 @@ def run(arguments: Sequence[str]) -> int:
         return _NOBODY_READS
 
 
+def _parsed(words: list[str]) -> argparse.Namespace:
+    """Parse the words; those after -- are the script's."""
+    at = words.index("--") if "--" in words else len(words)
+    words, own = words[:at], words[at + 1 :]
+    for n, word in enumerate(words[:-1]):
+        if word == "--resume-args":  # its words may begin with --, as options of ours do
+            words[n : n + 2] = [f"{word}={words[n + 1]}"]
+            break
+    top = parser()
+    options, unknown = top.parse_known_args(words, argparse.Namespace(arguments=own))
+    of_script, cure = "script" in vars(options), ""
+    if of_script and unknown:
+        ours = [word for word in words if word not in unknown]
+        shown = shlex.join(["kubectl", "ddp", *ours, "--", *unknown, *own])
+        cure = f"; those of the script follow --, as in: {shown}"
+    if unknown or (own and not of_script):
+        top.error(f"unrecognized arguments: {' '.join(unknown or own)}{cure}")
+    return options
+
+
 def parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; kubectl's flags may come before or after them."""
     flags = _flags()
     top = argparse.ArgumentParser(
         prog="kubectl ddp",
-        description="What a DDPJob does, through your own kubectl: its contexts and rights.",
+        description="Run a DDPJob and see what it does, through your own kubectl: its contexts and rights.",
         parents=[flags],
     )
     top.add_argument("--version", action="version", version=__version__)
@@ -70,6 +127,21 @@ def parser() -> argparse.ArgumentParser:
         one.set_defaults(run=run)
         return one
 
+    raw = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
+    one = add(
+        "run", "a script to its end: job, phase, logs, result", launch.run, epilog=_RUN, **raw
+    )
+    manifest.add(one)
+    one.add_argument("--dry-run", action="store_true", help="print the manifest, create nothing")
+    one = add("init", "print the DDPJob manifest for a script", launch.init, epilog=_INIT, **raw)
+    manifest.add(one)
+    one = add("cp", "results from the job's volume to this machine", cp.run)
+    what = "JOB: its output folder; PATH: below the folder of its snapshots; /PATH: as in its pods"
+    one.add_argument("source", metavar="JOB[:PATH]", help=what)
+    one.add_argument("folder", metavar="DIR", type=Path, help="into this folder")
+    weights = "the weights of its newest snapshot instead, as DIR/model.safetensors"
+    one.add_argument("--weights", action="store_true", help=weights)
+    _reader(one)
     one = add("status", "all jobs, or one with the table of its gang", status.run)
     one.add_argument("job", nargs="?", metavar="JOB", help="without it: a line for each job")
     one.add_argument("-A", "--all-namespaces", action="store_true", help="jobs of all namespaces")

@@ -71,10 +71,11 @@ class Kubectl:
                 with process:
                     _end(process)
 
-    def read(self, *args: str) -> str:
-        """Run it to its end and return its stdout; raise Failure."""
-        process = self.start(*args, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, said = process.communicate()
+    def read(self, *args: str, given: str | None = None) -> str:
+        """Run it to its end, with ``given`` on its stdin; return its stdout; raise Failure."""
+        stdin = None if given is None else subprocess.PIPE
+        process = self.start(*args, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, said = process.communicate(given)
         if process.returncode:
             raise (Missing if _NO_JOB.search(said) else Failure)(explained(said))
         return out

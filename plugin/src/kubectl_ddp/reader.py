@@ -34,6 +34,7 @@ _PAUSE = 0.5
 _SAY_AFTER = 5.0
 #: The kubelet ends it then, whatever became of this command.
 _DEADLINE = 300
+_OPEN_SECONDS = 3600  # of one that files are copied from
 #: The one kind of volume that gives its pod nothing of a node, nor of another namespace.
 _CLAIM = "persistentVolumeClaim"
 #: What the pod takes over from the template, and what with --trust-job only.
@@ -111,17 +112,10 @@ def objection(job: Job) -> str:
 
 def read(kubectl: Kubectl, job: Job, command: Sequence[str], allowed: Consent) -> str:
     """Run a command in a pod with the volume; return its output. Raises Failure."""
-    if not allowed.trusted and (what := objection(job)):
-        raise Failure(
-            f"no pod of {job.name} runs, and none is made to read what its launchers kept: {what},"
-            " and a pod with your rights would give that to the job's image. --trust-job makes it,"
-            f" where you would let the job's owner have it; else, by hand, {by_hand(job)}"
-        )
-    name = f"{job.name[:40]}-evidence-{secrets.token_hex(3)}"
-    body = manifest(job, name, command, allowed)
-    _ask(job, body, allowed)
-    with _made(kubectl, job, body):
-        phase, body = _ended(kubectl, job, name, allowed)
+    body = _agreed(job, command, allowed, by_hand(job))
+    name = body["metadata"]["name"]
+    with _made(kubectl, job, body, by_hand(job)):
+        phase, body = _reached(kubectl, job, name, allowed, by_hand(job))
         said = kubectl.read("logs", "-n", job.namespace, name)
     if "hostPath" in (job.spec["snapshot"].get("volume") or {}) and not allowed.node:
         what = f"this is what {body['spec'].get('nodeName', 'a node')} has"
@@ -131,6 +125,51 @@ def read(kubectl: Kubectl, job: Job, command: Sequence[str], allowed: Consent) -
         why = without_credentials(lines[-1], str(_upload(job).get("value", "")))
         raise Failure(f"pod {name}: {why.removeprefix('ddpjob-trainer: ')}")
     return said
+
+
+@contextlib.contextmanager
+def opened(kubectl: Kubectl, job: Job, allowed: Consent) -> Iterator[str]:
+    """Yield the name of a pod with the volume, and a /tmp, in which to run commands.
+
+    Raises Failure.
+    """
+    if why := refusal(job):
+        raise Failure(f"no pod of {job.name} runs, and {why}")
+    hand = by_hand(job, "tar c")
+    body = _agreed(job, ["sleep", str(_OPEN_SECONDS)], allowed, hand)
+    (container,), spec = body["spec"]["containers"], body["spec"]
+    spec["activeDeadlineSeconds"] = _OPEN_SECONDS
+    del container["resources"]["limits"]  # a model may be exported
+    _give_scratch(spec)
+    with _made(kubectl, job, body, hand):
+        ends = ("Running", "Succeeded", "Failed")
+        name = str(body["metadata"]["name"])
+        phase, _ = _reached(kubectl, job, name, allowed, hand, ends)
+        if phase != "Running":
+            raise Failure(
+                f"pod {name} does not stay: its image may have no `sleep`; by hand: {hand}"
+            )
+        yield name
+
+
+def _give_scratch(spec: Object) -> None:
+    (container,) = spec["containers"]
+    container.setdefault("volumeMounts", []).append({"name": "scratch", "mountPath": "/tmp"})
+    spec.setdefault("volumes", []).append({"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}})
+
+
+def _agreed(job: Job, command: Sequence[str], allowed: Consent, hand: str) -> Object:
+    """Build the pod, and show it to who asks. Raises Failure where it is not to be made."""
+    if not allowed.trusted and (what := objection(job)):
+        raise Failure(
+            f"no pod of {job.name} runs, and none is made to read what they kept: {what},"
+            " and a pod with your rights would give that to the job's image. --trust-job makes it,"
+            f" where you would let the job's owner have it; else, by hand, {hand}"
+        )
+    name = f"{job.name[:40]}-evidence-{secrets.token_hex(3)}"
+    body = manifest(job, name, command, allowed)
+    _ask(job, body, allowed)
+    return body
 
 
 def _ask(job: Job, body: Object, allowed: Consent) -> None:
@@ -209,8 +248,7 @@ def manifest(job: Job, name: str, command: Sequence[str], allowed: Consent) -> O
     if refusal(job):  # the store needs the job's credentials, and its files a place
         scratch = {"name": "TMPDIR", "value": "/tmp"}
         container |= _taken(trains, "envFrom") | {"env": [*(trains.get("env") or []), scratch]}
-        container["volumeMounts"] = [{"name": "scratch", "mountPath": "/tmp"}]
-        spec["volumes"] = [{"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}}]
+        _give_scratch(spec)
         spec |= _taken(pod, "serviceAccountName") if allowed.trusted else {}
     else:
         mount = {"name": "snapshots", "mountPath": snapshot["path"], "readOnly": True}
@@ -229,7 +267,7 @@ def _taken(found: Object, *names: str) -> Object:
 
 
 @contextlib.contextmanager
-def _made(kubectl: Kubectl, job: Job, body: Object) -> Iterator[None]:
+def _made(kubectl: Kubectl, job: Job, body: Object, hand: str) -> Iterator[None]:
     """Create the pod, and delete it whatever happens. Raises Failure."""
     name = body["metadata"]["name"]
     where = ("-n", job.namespace)
@@ -240,7 +278,7 @@ def _made(kubectl: Kubectl, job: Job, body: Object) -> Iterator[None]:
         ) as process:  # fmt: skip
             _, said = process.communicate(json.dumps(body))
         if process.returncode:
-            raise Failure(f"{explained(said)}; by hand: {by_hand(job)}")
+            raise Failure(f"{explained(said)}; by hand: {hand}")
         yield
     finally:
         delete = ("delete", "pod", *where, name, "--ignore-not-found", "--wait=false", "--now")
@@ -251,22 +289,29 @@ def _made(kubectl: Kubectl, job: Job, body: Object) -> Iterator[None]:
             print(f"kubectl-ddp: {clean(str(failure))}; {said}", file=sys.stderr)
 
 
-def by_hand(job: Job, command: str = "evidence show") -> str:
+def by_hand(job: Job, command: str = "ddpjob-trainer evidence show") -> str:
     """Return the command that does the same without this one, and the pod that it needs."""
     path = job.spec["snapshot"]["path"]
     volume = job.spec["snapshot"].get("volume") or {}
     claim = (volume.get("persistentVolumeClaim") or {}).get("claimName")
     what = f"claim {claim}" if claim else "its snapshot volume"
-    return f"`ddpjob-trainer {command} {path}/{job.name}` in a pod that mounts {what} at {path}"
+    return f"`{command} {path}/{job.name}` in a pod that mounts {what} at {path}"
 
 
-def _ended(kubectl: Kubectl, job: Job, name: str, allowed: Consent) -> tuple[str, Object]:
-    """Wait until the pod has ended; return its phase and object. Raises Failure."""
+def _reached(
+    kubectl: Kubectl,
+    job: Job,
+    name: str,
+    allowed: Consent,
+    hand: str,
+    phases: Sequence[str] = ("Succeeded", "Failed"),
+) -> tuple[str, Object]:
+    """Wait until the pod is in one of the phases; return that and its object. Raises Failure."""
     begun, shown = time.monotonic(), ""
     while True:
         body = kubectl.get("pod", "-n", job.namespace, name)
         phase = str((body.get("status") or {}).get("phase", ""))
-        if phase in ("Succeeded", "Failed"):
+        if phase in phases:
             return phase, body
         waited, why = time.monotonic() - begun, _why(body)
         if _ROOT.search(why):
@@ -277,7 +322,7 @@ def _ended(kubectl: Kubectl, job: Job, name: str, allowed: Consent) -> tuple[str
         if waited > _SECONDS:
             more = "" if allowed.trusted else "with --trust-job it goes where the job's pods go; "
             late = f"pod {name} has not run within {_SECONDS:.0f} s: {why}"
-            raise Failure(f"{late}; {more}by hand: {by_hand(job)}")
+            raise Failure(f"{late}; {more}by hand: {hand}")
         if waited > _SAY_AFTER and why != shown:
             shown = why
             print(f"waiting for pod {name}: {clean(why)}", file=sys.stderr)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 import ddpjob_contract as contract
-from ddpjob_contract import exits
+from ddpjob_contract import exits, stock
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
-from ddpjob_tools import cli, stock
+from ddpjob_tools import cli
 from ddpjob_tools.local import job as local_job
 from ddpjob_tools.local import restarts
 from ddpjob_tools.local.command import alone
@@ -21,6 +21,7 @@ from ddpjob_tools.local.job import Job, expand
 from ddpjob_tools.local.manifest import read
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
+from kubectl_ddp import cli as plugin
 from support.manifest import EXAMPLES, changed, ddpjob, examples
 from support.world import job_object
 
@@ -64,7 +65,7 @@ def test_what_init_prints_becomes_a_plan_with_a_copy_to_work_in(tmp_path, capsys
     (tmp_path / "src").mkdir()
     (tmp_path / "src/train.py").write_text("print(1)\n")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["init", "src/train.py", "--", "--cost", "$(NAME)", "/workspace/job/x"]) == 0
+    assert plugin.run(["init", "src/train.py", "--", "--cost", "$(NAME)", "/workspace/job/x"]) == 0
     text = capsys.readouterr().out
     job = plan(text, tmp_path, folders={})
     [(path, content)] = job.files.items()

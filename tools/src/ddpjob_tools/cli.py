@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
 import ddpjob_contract as contract
-from ddpjob_tools import audit, chaos, cluster, gpu_check, init
+from ddpjob_tools import audit, chaos, cluster, gpu_check
 from ddpjob_tools.local import command as local
 from ddpjob_trainer.arguments import joined
 
-_VERBS = {"audit": audit, "chaos": chaos, "gpu-check": gpu_check, "init": init, "local": local}
+_VERBS = {"audit": audit, "chaos": chaos, "gpu-check": gpu_check, "local": local}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -35,27 +34,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cure(options: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> str:
-    """Tell a user of `init` to put the script's own options after --."""
-    if options.command != "init":
-        return ""
-    ours = [word for word in words if word not in unknown]
-    shown = shlex.join(["ddpjob", *ours, "--", *unknown, *options.arguments])
-    return f"; those of the script follow --, as in: {shown}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    parser = _parser()
-    given, of_init = argparse.Namespace(), words[:1] == ["init"]
-    if of_init:
-        at = words.index("--") if "--" in words else len(words)
-        words, given.arguments = words[:at], words[at + 1 :]
-    options, unknown = parser.parse_known_args(joined(words, anywhere=of_init), given)
-    if unknown:
-        cure = _cure(options, words, unknown)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{cure}")
+    options = _parser().parse_args(joined(words))
     with _ended_by_sigterm():
         code: int = _VERBS[options.command].main(options)
         return code

@@ -6,6 +6,7 @@ than the plugin itself.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,9 @@ from ddpjob_contract import ExitCode
 _PLUGIN = "kubectl-ddp"
 #: Its commands in its own words: a test compares.
 COMMANDS = {
+    "run": "a script to its end: job, phase, logs, result",
+    "cp": "results from the job's volume to this machine",
+    "init": "print the DDPJob manifest for a script",
     "status": "all jobs, or one with the table of its gang",
     "why": "why a job failed, on one page, newest first",
     "logs": "logs of all replicas, each line with its pod",
@@ -36,6 +40,9 @@ def asked(words: Sequence[str]) -> bool:
 
 def hand_over(words: Sequence[str]) -> int:
     """Become the plugin; return an exit code where it is not there."""
+    if importlib.util.find_spec("kubectl_ddp"):  # beside us, whatever the PATH has
+        # Without -P a script's folder would come first on the path.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "kubectl_ddp", *words])
     try:
         os.execvp(_PLUGIN, [_PLUGIN, *words])
     except OSError as error:

@@ -16,7 +16,7 @@ from operator import index
 from pathlib import Path
 from typing import Any, Self
 
-from ddpjob_contract import NEWEST, OUTPUT
+from ddpjob_contract import OUTPUT, resume
 from ddpjob_contract.output import flaw
 from ddpjob_trainer.errors import ConfigError
 
@@ -151,17 +151,14 @@ def check_notebook(path: Path) -> None:
         )
 
 
-def joined(words: Sequence[str], *, anywhere: bool = False) -> list[str]:
-    """Make `--resume-args --resume` one word: argparse takes the second for an option of ours.
-
-    ``anywhere``: our options may follow the program's name, not its options alone.
-    """
+def joined(words: Sequence[str]) -> list[str]:
+    """Make `--resume-args --resume` one word: argparse takes the second for an option of ours."""
     for at, word in enumerate(words[:-1]):
         if word == "--resume-args":
             return [*words[:at], f"{word}={words[at + 1]}", *words[at + 2 :]]
         before = words[at - 1] if at else ""
         option = before.startswith("-") and "=" not in before and before not in _FLAGS
-        if word == "--" or (at and not anywhere and word[:1] != "-" and not option):
+        if word == "--" or (at and word[:1] != "-" and not option):
             break  # what follows is the program's
     return [*words]
 
@@ -174,23 +171,10 @@ def resume_words(given: str) -> tuple[str, ...]:
         raise ConfigError(f"--resume-args {given!r}: {error}") from None
 
 
-def shown_words(words: Sequence[str]) -> str:
-    """Join words as a shell would split them; {newest} needs no quotes."""
-    plain = (word.replace(NEWEST, "@NEWEST@") for word in words)
-    return shlex.join(plain).replace("@NEWEST@", NEWEST)
-
-
 def check_resume(words: Sequence[str], when: str) -> None:
     """Refuse arguments that name a checkpoint which nothing finds. Raises ConfigError."""
-    if when and not words:
-        raise ConfigError(
-            f"--resume-when {when}: needs --resume-args, what the script gets where one is there"
-        )
-    if not when and any(NEWEST in word for word in words):
-        raise ConfigError(
-            f"--resume-args {shown_words(words)}: {NEWEST} needs --resume-when GLOB, the"
-            " checkpoints of which it is the newest, such as 'checkpoints/*.pt'"
-        )
+    if why := resume.flaw(words, when):
+        raise ConfigError(why)
 
 
 def output_of(given: Mapping[str, Any], read: Sequence[str]) -> Mapping[str, Any]:

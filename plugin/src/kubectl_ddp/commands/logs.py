@@ -7,7 +7,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import IO
@@ -33,7 +33,7 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
         return _past(kubectl, job, members, options)
     wanted = gang.chosen(job, options.replica)
     if options.follow and job.phase not in TERMINAL_PHASES:
-        return _follow(kubectl, job, wanted, _how_much(options))
+        return follow(kubectl, gang.looks(kubectl, job), wanted, _how_much(options))
     chosen = {n: one for n, one in members.items() if n in wanted}
     started = {n: one for n, one in chosen.items() if one.started}
     waiting = {n: one for n, one in chosen.items() if n not in started}
@@ -73,12 +73,22 @@ def _how_much(options: argparse.Namespace) -> list[str]:
     return [*words, *([f"--since={options.since}"] if options.since else [])]
 
 
-def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -> int:
-    """Show the logs of each attempt's pods, until the job ends; raise Failure."""
+def follow(
+    kubectl: Kubectl,
+    looks: Iterable[Job],
+    wanted: set[int],
+    how_much: list[str],
+    *,
+    waits: bool = True,
+) -> int:
+    """Show the logs of each attempt's pods, until the job ends; raise Failure.
+
+    ``waits``: say what the job waits for.
+    """
     attempt, version, shown, broken = 0, "", "", 0
     with contextlib.ExitStack() as stack:
         streams = _Streams(kubectl, stack)
-        for look in gang.looks(kubectl, job):
+        for look in looks:
             alive = streams.alive()
             if alive and look.version == version and wanted <= streams.followed.keys():
                 continue
@@ -100,7 +110,7 @@ def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -
                 streams.begin(look, fresh, how_much)
             elif look.phase in TERMINAL_PHASES and not alive:
                 return 0
-            elif look.phase != shown and (not attempt or look.phase == "Suspended"):
+            elif waits and look.phase != shown and (not attempt or look.phase == "Suspended"):
                 state = look.phase or "not seen yet"
                 print(f"{look.name} is {state}: logs follow when pods start", file=sys.stderr)
                 shown = look.phase
@@ -109,7 +119,8 @@ def _follow(kubectl: Kubectl, job: Job, wanted: set[int], how_much: list[str]) -
             still = on & streams.followed.keys()
             broken = broken + 1 if still and not fresh and not alive else 0
             if broken >= _BROKEN:
-                raise Failure("the stream of logs has broken off: run it again with --since 1m")
+                again = f"`kubectl ddp logs -f {look.name} --since 1m` goes on"
+                raise Failure(f"the stream of logs has broken off: {again}")
     return 0
 
 

@@ -77,6 +77,6 @@ def snapshots(kubectl: Kubectl, options: argparse.Namespace) -> int:
 
 def _without_pods(job: Job) -> str:
     resume = "" if job.phase in TERMINAL_PHASES else "resume it, or "
-    by_hand = reader.by_hand(job, "snapshot ls")
+    by_hand = reader.by_hand(job, "ddpjob-trainer snapshot ls")
     where = "docs/start/your-script.md#the-weights"
     return f"no pod of {job.name} runs: {resume}run {by_hand}, as in {where}"

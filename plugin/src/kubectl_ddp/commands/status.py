@@ -19,7 +19,7 @@ from kubectl_ddp.text import NONE, WHOLE, clean, duration, since, table, width, 
 
 _INDENT = 11
 _LINES = 4  # of a message
-_FAILED = 3  # exit code of --watch
+FAILED = 3  # exit code of a job's end
 _NUMBERS = ("round", "step", "totalSteps", "loss", "samplesPerSecond", "snapshotStep")
 _PLAIN = "a plain script, without ddp.start() or an adapter"
 _STALE = 60  # seconds without a new step: its rate is out of date
@@ -58,7 +58,7 @@ def _watch(kubectl: Kubectl, job: Job, options: argparse.Namespace) -> int:
             _print(*(shown() if version is None else gang.patiently(shown)))
             version = look.version
         if look.phase in TERMINAL_PHASES:
-            return 0 if look.phase == "Succeeded" else _FAILED
+            return 0 if look.phase == "Succeeded" else FAILED
     return 0
 
 

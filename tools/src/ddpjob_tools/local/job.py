@@ -19,10 +19,9 @@ from importlib import metadata
 from pathlib import Path
 
 import ddpjob_contract as contract
-from ddpjob_contract import exits
+from ddpjob_contract import exits, stock
 from ddpjob_contract.crd import GRACE_SECONDS
 from ddpjob_contract.environment import Member, Snapshots
-from ddpjob_tools import stock
 from ddpjob_tools.local.manifest import Manifest, Node
 from ddpjob_tools.local.restarts import Limits, limits_of
 from ddpjob_trainer.environment import TRACEBACK, output_variable, outside_of_jobs

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ddpjob_contract.crd import API_VERSION, DEFAULTS, GPUS, KIND, TRAINER_CONTAINER
-from ddpjob_tools.stock import job_name
+from ddpjob_contract.stock import name_flaw
 from ddpjob_trainer.errors import ConfigError
 
 #: What has a meaning here, by level. The rest is said and left out.
@@ -158,6 +158,8 @@ def read(content: str) -> Manifest:
         raise whole["apiVersion"].odd(API_VERSION)
     meta = whole["metadata"]
     given = meta["name"].value or meta["generateName"].text().rstrip("-")
+    if why := name_flaw(given, most=61):
+        raise ConfigError(f"metadata.name: {why}")
     containers = whole["spec"]["template"]["spec"]["containers"].items()
     if not containers:
         raise ConfigError("spec.template.spec.containers: at least one container is needed")
@@ -165,7 +167,7 @@ def read(content: str) -> Manifest:
     maps = (Node(one, "ConfigMap") for one in objects if one.get("kind") == "ConfigMap")
     return Manifest(
         whole,
-        job_name("metadata.name", given, most=61),
+        str(given),
         meta["namespace"].text() or "default",
         (named + containers)[0],
         {one["metadata"]["name"].text(): dict(_files(one)) for one in maps},

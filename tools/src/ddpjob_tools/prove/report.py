@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from ddpjob_contract.resume import shown_words
 from ddpjob_tools.prove.cause import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Verdict
 from ddpjob_tools.prove.record import Gang
 from ddpjob_tools.prove.samples import named
-from ddpjob_trainer.arguments import shown_words
 
 #: What is compared, as a user calls it.
 _TITLES: Final = {

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Callable
 
 import ddpjob_contract as contract
-from ddpjob_trainer.arguments import shown_words
+from ddpjob_contract.resume import shown_words
 from ddpjob_trainer.environment import KEY_FD, KEY_FILE, ROUND_DRILL, STORE_FD, Key, round_secret
 from ddpjob_trainer.launcher import host
 from ddpjob_trainer.launcher.host import RuntimeDir

@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ddpjob_contract import Round, State
+from ddpjob_contract.resume import shown_words
 from ddpjob_trainer import trace
-from ddpjob_trainer.arguments import shown_words
 from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hangs import HangResponse, Names
 from ddpjob_trainer.launcher.host import NoRoomError, RuntimeDir, Signals

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from ddpjob_trainer.errors import ConfigError
-
 IMAGE: Final = "ddpjob/trainer:0.1.0"
-#: As in dev/requirements/torch.in; tests/unit/trainer/test_init.py holds them equal.
+#: As in dev/requirements/torch.in; tests/unit/test_plugin_init.py holds them equal.
 TORCH: Final = "2.13.0"
 #: What Python can import there beside its own library; held to the pins by the same file.
 MODULES: Final = frozenset({
@@ -20,11 +18,8 @@ MODULES: Final = frozenset({
 _JOB_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
-def job_name(what: str, given: object, *, most: int) -> str:
-    """Return a valid name of a DDPJob. Raises ConfigError, which names ``what``."""
+def name_flaw(given: object, *, most: int) -> str:
+    """Say what is wrong with a name of a DDPJob; "" if nothing is."""
     if isinstance(given, str) and len(given) <= most and _JOB_NAME.fullmatch(given):
-        return given
-    raise ConfigError(
-        f"{what}: {given!r} must be lower-case letters, digits and '-', a letter first, {most} at"
-        " most"
-    )
+        return ""
+    return f"{given!r} must be lower-case letters, digits and '-', a letter first, {most} at most"

@@ -14,7 +14,10 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ddpjob_tools import cli, init, stock
+from ddpjob_contract import stock
+from kubectl_ddp import cli
+from kubectl_ddp.script import dump
+from kubectl_ddp.script import manifest as made
 from support.launching import PATHS
 from support.world import crd_schema
 
@@ -33,7 +36,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def manifest(capsys: pytest.CaptureFixture[str]) -> Callable[..., Objects]:
     def printed(*words: object) -> Objects:
-        assert cli.main(["init", *map(str, words)]) == 0
+        assert cli.run(["init", *map(str, words)]) == 0
         found = {body["kind"]: body for body in yaml.safe_load_all(capsys.readouterr().out)}
         jsonschema.Draft202012Validator(crd_schema()).validate(found["DDPJob"])
         return found
@@ -64,10 +67,10 @@ def test_a_script_of_this_machine_travels_in_a_config_map(script, manifest):
     command = container["command"]
     work, files = container["volumeMounts"]
     assert command == [
-        "ddpjob-trainer", "run", "--files", init.FILES, "--anew", "--output", "results/",
+        "ddpjob-trainer", "run", "--files", made.FILES, "--anew", "--output", "results/",
         "My_Train.v2.py", "--lr", "0.1", "--flag",
     ]  # fmt: skip
-    assert (work["mountPath"], files["mountPath"]) == (container["workingDir"], init.FILES)
+    assert (work["mountPath"], files["mountPath"]) == (container["workingDir"], made.FILES)
     assert job["spec"]["template"]["spec"]["volumes"] == [
         {"name": work["name"], "emptyDir": {}},
         {"name": files["name"], "configMap": {"name": "my-train-v2-files"}},
@@ -145,7 +148,7 @@ def test_what_does_not_travel_is_told(script, capsys, monkeypatch):
     (here / "data/link").symlink_to(here / "behind")
 
     def said(*words: object) -> str:
-        assert cli.main(["init", *map(str, words)]) == 0
+        assert cli.run(["init", *map(str, words)]) == 0
         out, err = capsys.readouterr()
         assert ("data/link/held.txt" in out) == ("data/link" in words)
         return str(err)
@@ -189,9 +192,9 @@ def test_packages_and_files_that_the_pods_lack_are_named(script, capsys):
     )
 
     def said(*words: str) -> list[str]:
-        assert cli.main(["init", script.name, "model.py", "src", *words]) == 0
+        assert cli.run(["init", script.name, "model.py", "src", *words]) == 0
         lines = capsys.readouterr().err.splitlines()
-        return [line.removeprefix("ddpjob: ").partition(":")[0] for line in lines]
+        return [line.removeprefix("kubectl-ddp: ").partition(":")[0] for line in lines]
 
     assert said() == ["timm", "torchvision"]
     assert said("--image", "r/mine:1") == []
@@ -214,12 +217,12 @@ def test_packages_and_files_that_the_pods_lack_are_named(script, capsys):
 ])  # fmt: skip
 def test_a_script_whose_processes_would_train_apart_is_named(script, capsys, text, words, warned):
     script.write_text(text)
-    assert cli.main(["init", script.name, *words]) == 0
+    assert cli.run(["init", script.name, *words]) == 0
     assert ("would train by itself" in capsys.readouterr().err) == warned
 
 
 def test_what_the_stock_image_has_is_what_its_pins_bring():
-    root, other = Path(__file__).parents[3], {
+    root, other = Path(__file__).parents[2], {
         "pyyaml": "yaml", "scikit-learn": "sklearn", "prometheus-client": "prometheus_client",
         "typing-extensions": "typing_extensions", "cuda-bindings": "cuda",
         "cuda-pathfinder": "cuda",
@@ -280,7 +283,7 @@ def test_a_script_on_the_claim_needs_no_image_of_its_own(manifest):
 def test_kubernetes_puts_no_variables_into_arguments(script, manifest, capsys):
     found = manifest(script, "--snapshots", "2024", "--", "$(RANK)", "a$$b", "\x7f")
     assert trainer(found)["command"][6:] == ["$$(RANK)", "a$$$$b", "\x7f"]
-    assert cli.main(["init", str(script), "--", "--lr", "1e-3"]) == 0
+    assert cli.run(["init", str(script), "--", "--lr", "1e-3"]) == 0
     assert '- "1e-3"\n' in capsys.readouterr().out, "a number to kubectl, not to PyYAML"
     volume = found["DDPJob"]["spec"]["snapshot"]["volume"]
     assert volume == {"persistentVolumeClaim": {"claimName": "2024"}}
@@ -289,7 +292,7 @@ def test_kubernetes_puts_no_variables_into_arguments(script, manifest, capsys):
 @example("0\n\x85")  # an end of a line to YAML 1.1
 @given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=60))
 def test_any_text_reads_back_as_it_was(text):
-    assert yaml.safe_load(init._dumped({"data": {"x": text}})) == {"data": {"x": text}}
+    assert yaml.safe_load(dump.dumped({"data": {"x": text}})) == {"data": {"x": text}}
 
 
 @pytest.mark.parametrize(
@@ -344,20 +347,20 @@ def test_what_cannot_be_is_refused(script, words, says, capsys, tmp_path_factory
     names = {"SCRIPT": script, "MISSING": "missing", "HUGE": "huge.txt", "FOLDER": "folder"}
     names |= {"DOTS": "..x", "OUTSIDE": outside, "HELD": "folder/held.txt"}
     found = [str(here / names[w]) if w in names else w for w in words]
-    assert cli.main(["init", *found]) == 64
+    assert cli.run(["init", *found]) == 1
     assert says in capsys.readouterr().err
 
 
 def test_an_unknown_option_is_the_scripts(capsys):
     for words, says in (
         ("init", "are required: SCRIPT\n"),
-        ("init a.py --lr 0.1", "ddpjob init a.py -- --lr 0.1"),
+        ("init a.py --lr 0.1", "kubectl ddp init a.py -- --lr 0.1"),
         # No short form of --output, which would take it.
-        ("init a.py --out=x -- y", "ddpjob init a.py -- --out=x y"),
-        ("local x.yaml --lr 0.1", ""),
+        ("init a.py --out=x -- y", "kubectl ddp init a.py -- --out=x y"),
+        ("status x --lr 0.1", ""),
     ):
         with pytest.raises(SystemExit):
-            cli.main(words.split())
+            cli.run(words.split())
         said = capsys.readouterr().err
         assert ("unrecognized arguments" in said) == (words != "init")
         assert ("follow --" in said) == (" -- " in says)
@@ -365,7 +368,7 @@ def test_an_unknown_option_is_the_scripts(capsys):
 
 
 def test_one_torch_in_the_image_the_page_and_what_local_compares():
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     assert f"torch=={stock.TORCH}" in (root / "dev/requirements/torch.in").read_text().splitlines()
     page = (root / "docs/start/your-script.md").read_text()
     assert set(re.findall(r"torch==([0-9.]*[0-9])", page)) == {stock.TORCH}

@@ -1,21 +1,20 @@
 """Choose the files that travel with a script, and their places in its working directory.
 
-`ddpjob init` calls it: the folder of that call is the pods' working directory, too.
+manifest.py calls it: the folder of that call is the pods' working directory, too.
 """
 
 from __future__ import annotations
 
+import ast
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ddpjob_trainer.arguments import check_notebook
-from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.launcher.processes.source import imported, parsed
+from kubectl_ddp.kubectl import Failure
 
 
 def placed(paths: Sequence[Path]) -> dict[str, Path]:
-    """Return all files of these, by their paths in the working directory. Raises ConfigError."""
+    """Return all files of these, by their paths in the working directory. Raises Failure."""
     return {_inner(one): one for one in _expanded(paths)}
 
 
@@ -26,22 +25,26 @@ def linked_folders(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def check_script(path: Path) -> None:
-    """Refuse a script that Python does not start. Raises ConfigError."""
+    """Refuse a script that Python does not start. Raises Failure."""
     if path.is_dir():
-        raise ConfigError(
+        raise Failure(
             f"{path}: a folder: give the script in it, and the folder as one of FILES; with -m give"
             " the module, in the folder that holds the package"
         )
-    check_notebook(path)
+    if path.suffix == ".ipynb":
+        raise Failure(
+            f"{path}: a notebook, which Python does not start: jupyter nbconvert --to script {path}"
+            f" writes {path.with_suffix('.py')}: give that"
+        )
 
 
 def _inner(path: Path) -> str:
-    """Find a file's place below this folder, which is its place in the pods. Raises ConfigError."""
+    """Find a file's place below this folder, which is its place in the pods. Raises Failure."""
     here = Path.cwd()
     for one in (Path(os.path.abspath(path)), path.resolve()):  # noqa: PTH100 (a link stays one)
         if one.is_relative_to(here):
             return one.relative_to(here).as_posix()
-    raise ConfigError(
+    raise Failure(
         f"{path}: is not below {here}, which becomes the script's working directory: change to a"
         " folder that holds all files, and call init there"
     )
@@ -51,9 +54,7 @@ def forgotten(files: Mapping[str, Path], root: Path) -> Iterator[Path]:
     """Yield files in ``root`` that travelling files import, but that do not travel."""
     below = (Path(inner) for inner in files if Path(inner).is_relative_to(root))
     tops = {inner.relative_to(root).parts[0] for inner in below}
-    trees = map(parsed, files.values())
-    names = {name.partition(".")[0] for tree in trees for name in imported(tree)}
-    for name in sorted(names):
+    for name in sorted({name for path in files.values() for name in _imported(path)}):
         for one in (root / name, root / f"{name}.py"):
             if one.name not in tops and (one.is_file() if one.suffix else any(one.glob("*.py"))):
                 yield one
@@ -80,8 +81,20 @@ def _packages(files: Mapping[str, Path]) -> set[str]:
     """Return what the files import, except from one another."""
     inner = [Path(one) for one in files]
     own = {part for one in inner for part in (*one.parts[:-1], one.stem)}
-    names = (name for path in files.values() for name in imported(parsed(path)))
-    return {name.partition(".")[0] for name in names} - own
+    return {name for path in files.values() for name in _imported(path)} - own
+
+
+def _imported(path: Path) -> Iterator[str]:
+    """Yield the packages that a file imports; none where it is no readable Python source."""
+    try:
+        tree = ast.parse(path.read_bytes() if path.suffix == ".py" else b"")
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def named(arguments: Sequence[str], files: Mapping[str, Path]) -> Iterator[str]:

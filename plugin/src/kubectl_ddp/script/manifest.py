@@ -1,7 +1,7 @@
-"""Write the DDPJob manifest for a script: `ddpjob init`, ready for `kubectl apply`.
+"""Make the manifest of a DDPJob that runs a script: for `kubectl ddp run` and `init`.
 
 Files of this machine travel in a ConfigMap, so that the stock image runs a script that is in no
-image. Writes text without a connection; checks names and sizes by the API server's rules, earlier.
+image. Needs no connection; checks names and sizes by the API server's rules, earlier.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import argparse
 import base64
 import hashlib
-import io
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ddpjob_contract as contract
-from ddpjob_tools import travels, verb
-from ddpjob_tools.stock import IMAGE, MODULES, job_name
-from ddpjob_trainer.arguments import check_resume, resume_words
-from ddpjob_trainer.environment import outside_of_jobs
-from ddpjob_trainer.errors import ConfigError
+from ddpjob_contract import crd, resume
+from ddpjob_contract.stock import IMAGE, MODULES, name_flaw
+from kubectl_ddp.kubectl import Failure
+from kubectl_ddp.script import travels
 
 #: The ConfigMap's path in the pods; its files are read-only there.
 FILES = "/workspace/.files"
@@ -45,36 +44,9 @@ _BOUNDS = (
     ("replicas", 1, 10_000), ("nproc", 1, 64), ("gpus", 0, 64), ("every_steps", 1, 10**9),
 )  # fmt: skip
 _CLAIM_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
-#: No number, in whichever version of YAML: kubectl reads 1e3 as one, PyYAML does not.
-_PLAIN = re.compile(r"/?[a-zA-Z][-a-zA-Z0-9./]+")
 
-_DESCRIPTION = """\
-Print the manifest of a DDPJob that runs SCRIPT. A script that is on this machine travels in a
-ConfigMap with the other FILES, so the stock image will do; one that is not must be in --image, or
-below /snapshots on the claim.
-FILES are files and folders. The folder in which this command is called becomes the script's working
-directory: all lie below it in the pods as they do here. What follows -- are the script's own
-arguments.
-"""
-_EPILOG = """\
-examples:
-  ddpjob init train.py | kubectl apply --server-side -f -
-  ddpjob init train.py models vocab.txt --replicas 4 --gpus 8 -- --lr 0.1 > job.yaml
-  ddpjob init src/train.py data --output runs > job.yaml
-  ddpjob init a.py --output out --resume-args '--from {newest}' --resume-when 'out/*.pt'
-  ddpjob init -m package.train > job.yaml            all of the folder package
-  ddpjob init /app/train.py --image REGISTRY/mine:1 > job.yaml
-  ddpjob init /snapshots/code-1/train.py --snapshots CLAIM > job.yaml
-
-The claim of --snapshots must exist and offer ReadWriteMany; --claim 10Gi makes it, too.
-"""
-
-_HEAD = """\
-# Written by ddpjob init; `kubectl explain ddpjob.spec` describes every field.
-"""
-
-
-_OPTIONS: tuple[verb.Option, ...] = (
+#: Name and metavar; type, list where it may be given again; default; help.
+_OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
     ("--name NAME", str, None, "of the job (default: from the script's name)"),
     ("--replicas N", int, 2, "pods (2)"),
     ("--nproc N", int, None, "processes per pod (one per GPU)"),
@@ -97,14 +69,13 @@ _OPTIONS: tuple[verb.Option, ...] = (
 )  # fmt: skip
 
 
-def add(commands: Any) -> None:
-    """Describe the command to argparse."""
-    parser = verb.add(
-        commands, "init", "print the DDPJob manifest for a script", _OPTIONS,
-        description=_DESCRIPTION, epilog=_EPILOG,
-        allow_abbrev=False,  # the script's --out is not our --output
-    )  # fmt: skip
-    verb.add_module(parser, "SCRIPT")
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describe script, files and options to argparse."""
+    for words, kind, default, about in _OPTIONS:
+        option, metavar = words.split()
+        how: dict[str, Any] = {"action": "append"} if kind is list else {"type": kind}
+        parser.add_argument(option, metavar=metavar, default=default, help=about, **how)
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a Python module")
     parser.add_argument("script", metavar="SCRIPT", help="what `ddpjob-trainer run` is to start")
     # Without a default argparse requires them.
     parser.add_argument(
@@ -112,22 +83,19 @@ def add(commands: Any) -> None:
     )
 
 
-def main(options: argparse.Namespace) -> int:
-    """Print the manifest; return the exit code."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, in any locale
-    return verb.ended("ddpjob", lambda: _print(options))
-
-
-def _print(options: argparse.Namespace) -> int:
-    name = _checked(options)
-    files = _files(options)
-    _check_output(options, files)
-    objects = _objects(options, name, files)
-    print(_HEAD + "---\n".join(map(_dumped, objects)), end="")
-    for note in _notes(options, files):
-        verb.say("ddpjob", note)
-    return 0
+def objects(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Make the objects, the DDPJob last; print what the script may lack. Raises Failure."""
+    try:
+        _check(options)
+        files = _files(options)
+        _check_output(options, files)
+        found = list(_objects(options, options.name, files))
+        notes = list(_notes(options, files))
+    except OSError as error:
+        raise Failure(f"{error.filename}: {error.strerror}") from None
+    for note in notes:
+        print(f"kubectl-ddp: {note}", file=sys.stderr)
+    return found
 
 
 def _notes(args: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[str]:
@@ -165,59 +133,73 @@ def _kept(args: argparse.Namespace, path: str) -> bool:
     return any(normal.is_relative_to(os.path.normpath(one)) for one in args.output or ())
 
 
-def _checked(args: argparse.Namespace) -> str:
-    """Return the job's name. Raises ConfigError for a wrong option, with its cure."""
+def name_of(args: argparse.Namespace) -> str:
+    """Derive a job's name from its script's."""
     stem = args.script if args.module else Path(args.script).stem
-    derived = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
-    name = job_name("--name", args.name or derived, most=53)
+    return re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse a wrong option, with its cure; derive a name where none is given. Raises Failure."""
+    args.name = name = args.name or name_of(args)
+    if why := name_flaw(name, most=53):
+        raise Failure(f"--name: {why}")
     if args.snapshots and not _CLAIM_NAME.fullmatch(args.snapshots):
-        raise ConfigError(f"--snapshots {args.snapshots!r}: not a name of a claim")
+        raise Failure(f"--snapshots {args.snapshots!r}: not a name of a claim")
     if args.claim is not None and not _QUANTITY.fullmatch(args.claim):
-        raise ConfigError(f"--claim {args.claim!r}: must be a size, such as 10Gi")
+        raise Failure(f"--claim {args.claim!r}: must be a size, such as 10Gi")
     if not args.image.strip():
-        raise ConfigError("--image: must name an image, such as REGISTRY/mine:1")
+        raise Failure("--image: must name an image, such as REGISTRY/mine:1")
     _check_pod(args)
     for option, least, most in _BOUNDS:
         value = getattr(args, option)
         if value is not None and not least <= value <= most:
             shown = f"--{option.replace('_', '-')} {value}"
-            raise ConfigError(f"{shown}: at least {least}" + f", at most {most}" * (value > most))
+            raise Failure(f"{shown}: at least {least}" + f", at most {most}" * (value > most))
     if args.gpus and (args.nproc or 0) > args.gpus:
-        raise ConfigError(f"--nproc {args.nproc}: each process needs a GPU: --gpus {args.nproc}")
+        raise Failure(f"--nproc {args.nproc}: each process needs a GPU: --gpus {args.nproc}")
     if args.script.startswith(f"{CLAIM}/{name}/"):
-        raise ConfigError(f"{args.script}: the snapshots of {name} go there: give another --name")
-    return name
+        raise Failure(f"{args.script}: the snapshots of {name} go there: give another --name")
 
 
 def _check_pod(args: argparse.Namespace) -> None:
     if not _QUANTITY.fullmatch(args.memory):
-        raise ConfigError(f"--memory {args.memory!r}: must be a size, such as 16Gi")
+        raise Failure(f"--memory {args.memory!r}: must be a size, such as 16Gi")
     if not _CPU.fullmatch(args.cpu):
-        raise ConfigError(f"--cpu {args.cpu!r}: must be a number, such as 4 or 500m")
+        raise Failure(f"--cpu {args.cpu!r}: must be a number, such as 4 or 500m")
     for one in args.env:
         _check_variable(one)
-    words = resume_words(args.resume_args)
-    check_resume(words, args.resume_when)
+    words = _resume_words(args)
+    if why := resume.flaw(words, args.resume_when):
+        raise Failure(why)
     for one in (*words, args.resume_when):
         if "$" in one:
-            raise ConfigError(f"{one}: without $: nothing is put in its place")
+            raise Failure(f"{one}: without $: nothing is put in its place")
+
+
+def _resume_words(args: argparse.Namespace) -> list[str]:
+    try:
+        return shlex.split(args.resume_args)
+    except ValueError as error:
+        raise Failure(f"--resume-args {args.resume_args!r}: {error}") from None
 
 
 def _check_variable(given: str) -> None:
     name, equals, _ = given.partition("=")
     if not equals or not _VARIABLE.fullmatch(name):
-        raise ConfigError(f"--env {given}: must be NAME=VALUE, such as HF_HOME=/snapshots/hf")
-    if not outside_of_jobs({name: ""}, keep=contract.USER_ENV):
-        raise ConfigError(f"--env {given}: {name} is the operator's to set: leave it out")
+        raise Failure(f"--env {given}: must be NAME=VALUE, such as HF_HOME=/snapshots/hf")
+    ours = name.startswith(contract.OWN_PREFIX) or name in contract.RESERVED_ENV
+    if ours and name not in contract.USER_ENV:
+        raise Failure(f"--env {given}: {name} is the operator's to set: leave it out")
 
 
 def _files(args: argparse.Namespace) -> dict[str, Path]:
     """Return the travelling files by path in the working directory, the script first.
 
-    Raises ConfigError.
+    Raises Failure.
     """
     if args.module and not _MODULE.fullmatch(args.script):
-        raise ConfigError(f"{args.script}: not the name of a module, such as package.train")
+        raise Failure(f"{args.script}: not the name of a module, such as package.train")
     path = Path(args.script.partition(".")[0] if args.module else args.script)
     if args.module and not path.is_dir():
         path = path.with_suffix(".py")
@@ -227,9 +209,9 @@ def _files(args: argparse.Namespace) -> dict[str, Path]:
     in_pods = args.module or args.script.startswith("/")
     if not here and not _on_claim(args) and (args.image == IMAGE or not in_pods):
         cure = "change to its folder, or" if args.module else "give one, or an absolute path and"
-        raise ConfigError(f"{path}: no such file here: {cure} name the --image that it is in")
+        raise Failure(f"{path}: no such file here: {cure} name the --image that it is in")
     if not here and args.files:
-        raise ConfigError(f"{args.files[0]}: files travel with a script of this machine only")
+        raise Failure(f"{args.files[0]}: files travel with a script of this machine only")
     return travels.placed([path, *args.files]) if here else {}
 
 
@@ -241,24 +223,22 @@ def _on_claim(args: argparse.Namespace) -> bool:
 def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
     """Refuse an output folder that cannot be a link in the working directory.
 
-    Raises ConfigError.
+    Raises Failure.
     """
     if args.output is None:
         return
     for output in args.output:
         given, shown = PurePosixPath(output), f"--output {output}"
         if given.is_absolute() or ".." in given.parts or not given.parts:
-            raise ConfigError(
-                f"{shown}: must be a folder below the working directory, such as results"
-            )
+            raise Failure(f"{shown}: must be a folder below the working directory, such as results")
         if _on_claim(args) and not files:
-            raise ConfigError(f"{shown}: leave it out: all that is written beside it is kept")
+            raise Failure(f"{shown}: leave it out: all that is written beside it is kept")
         for inner in map(PurePosixPath, files):
             if inner.is_relative_to(given) or given.is_relative_to(inner):
-                raise ConfigError(f"{shown}: {inner} travels to there: name another folder")
+                raise Failure(f"{shown}: {inner} travels to there: name another folder")
         outer = [one for one in args.output if one is not output and given.is_relative_to(one)]
         if outer:
-            raise ConfigError(f"{shown}: is kept by --output {outer[0]}: leave it out")
+            raise Failure(f"{shown}: is kept by --output {outer[0]}: leave it out")
 
 
 def _objects(
@@ -280,10 +260,10 @@ def _objects(
         template["metadata"] = {"annotations": {"files-sha256": digest}}
     template["spec"] = _pod(args, name, files, keys)
     restart: dict[str, Any] = {}
-    if words := resume_words(args.resume_args):
-        restart["resumeArgs"] = [*words]
+    if words := _resume_words(args):
+        restart["resumeArgs"] = words
         restart |= {"resumeWhen": args.resume_when} if args.resume_when else {}
-    yield _object("ddpjob.dev/v1alpha1", "DDPJob", name, spec={
+    yield _object(crd.API_VERSION, crd.KIND, name, spec={
         "replicas": args.replicas,
         "nprocPerNode": nproc if args.nproc is None else args.nproc,
         "snapshot": {
@@ -368,7 +348,7 @@ def _keys(files: Mapping[str, Path]) -> dict[str, str]:
         while key in found:
             key = f"_{key}"
         if not _KEY.fullmatch(key):
-            raise ConfigError(f"{path}: may not begin with '..', nor be longer than 253 characters")
+            raise Failure(f"{path}: may not begin with '..', nor be longer than 253 characters")
         found[key] = path
     return found
 
@@ -388,7 +368,7 @@ def _volume(
 def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -> dict[str, Any]:
     sizes = {path: _size(path) for path in files.values()}
     if sum(sizes.values()) > MOST_BYTES:
-        raise ConfigError(
+        raise Failure(
             f"{sum(sizes.values())} bytes of files, the largest {max(sizes, key=sizes.__getitem__)}"
             f": a ConfigMap holds {MOST_BYTES}; lay them on a claim or build an image, see"
             " docs/start/your-script.md"
@@ -407,30 +387,11 @@ def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -
 
 
 def _size(path: Path) -> int:
-    """Return a readable file's size in bytes. Raises ConfigError."""
+    """Return a readable file's size in bytes. Raises Failure."""
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file here; the script's own arguments follow --")
+        raise Failure(f"{path}: no such file here; the script's own arguments follow --")
     try:
         with path.open("rb"):
             return path.stat().st_size
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from None
-
-
-def _dumped(body: Mapping[str, Any]) -> str:
-    """Format an object as YAML, with a script as it is in its file."""
-    import yaml  # here: gpu-check and others run where it is not installed
-
-    class Dumper(yaml.SafeDumper):
-        """Writes lines as a block where YAML allows it. It quotes what may read as no string."""
-
-    def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        # In a block YAML 1.1 reads three more characters as ends of lines, as "\n".
-        plain = "\n" in value and not re.search("[\x85\u2028\u2029]", value)
-        block = plain and not value.startswith((" ", "\t", "\n"))
-        style = "|" if block else None if _PLAIN.fullmatch(value) else '"'
-        return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
-
-    Dumper.add_representer(str, text)
-    found: str = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
-    return found
+        raise Failure(f"{path}: {error.strerror}") from None

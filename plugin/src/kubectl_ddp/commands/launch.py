@@ -1,0 +1,165 @@
+"""Run a script as a DDPJob, from its files to its result: `kubectl ddp run`; `init` writes it only.
+
+The job comes first and owns the ConfigMap of its files, which goes with it; the claim stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import secrets
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from ddpjob_contract import crd
+from kubectl_ddp import gang
+from kubectl_ddp.commands import logs
+from kubectl_ddp.commands.status import FAILED, failure_line
+from kubectl_ddp.gang import Job, moment
+from kubectl_ddp.kubectl import DDPJOBS, Failure, Kubectl, Object
+from kubectl_ddp.script import manifest
+from kubectl_ddp.script.dump import dumped
+from kubectl_ddp.text import clean, since
+
+_HEAD = "# Written by kubectl ddp init; `kubectl explain ddpjob.spec` describes every field.\n"
+#: Without vowels, as Kubernetes draws names.
+_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
+_DRAWN = 5
+_MOST_NAME = 53
+_SIZE = "10Gi"
+_INTERRUPTED = 130
+_UNSEEN = 3  # looks within which the operator's first word comes
+
+
+def init(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Print the manifest; raise Failure."""
+    return _print(manifest.objects(options))
+
+
+def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Create the job and follow it to its end; return its exit code; raise Failure."""
+    base = options.name or manifest.name_of(options)
+    if not options.name:  # one that no snapshots are of: a new run begins at its beginning
+        drawn = "".join(secrets.choice(_LETTERS) for _ in range(_DRAWN))
+        options.name = f"{base[: _MOST_NAME - _DRAWN - 1].rstrip('-')}-{drawn}"
+    if not options.snapshots:
+        options.snapshots = f"{base}-snapshots"
+        options.claim = options.claim or _SIZE
+    objects = manifest.objects(options)
+    if options.dry_run:
+        return _print(objects)
+    job = _created(kubectl, objects)
+    try:
+        return _followed(kubectl, job)
+    except KeyboardInterrupt:
+        return _interrupted(kubectl, job)
+
+
+def _print(objects: Sequence[Object]) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, in any locale
+    print(_HEAD + "---\n".join(map(dumped, objects)), end="")
+    return 0
+
+
+def _say(text: str) -> None:
+    print(clean(text), file=sys.stderr, flush=True)
+
+
+def _created(kubectl: Kubectl, objects: Sequence[Object]) -> Job:
+    *others, body = objects
+    name = body["metadata"]["name"]
+    if kubectl.read("get", DDPJOBS, name, "--ignore-not-found", "-o", "name").strip():
+        raise Failure(
+            f"there is a job {name}: give another --name, or none; or delete that one first"
+            f" (kubectl delete ddpjob {name}): the new one goes on from its snapshots"
+        )
+    with contextlib.ExitStack() as undo:
+        for one in (one for one in others if one["kind"] == "PersistentVolumeClaim"):
+            _claim(kubectl, one, undo)
+        job = Job(json.loads(_create(kubectl, body)))
+        undo.callback(_remove, kubectl, DDPJOBS, name)
+        owner = {"apiVersion": crd.API_VERSION, "kind": crd.KIND, "name": name, "uid": job.uid}
+        for one in (one for one in others if one["kind"] == "ConfigMap"):
+            one["metadata"]["ownerReferences"] = [owner]
+            # One of a deleted job of this name may be left.
+            words = ("apply", "--server-side", "--force-conflicts", "-f", "-")
+            kubectl.read(*words, given=json.dumps(one))
+        undo.pop_all()
+    _say(f"{name}: created in namespace {job.namespace}, replicas: {job.replicas}")
+    return job
+
+
+def _claim(kubectl: Kubectl, body: Object, undo: contextlib.ExitStack) -> None:
+    name = body["metadata"]["name"]
+    if kubectl.read("get", "pvc", name, "--ignore-not-found", "-o", "name").strip():
+        _say(f"claim {name}: used as it is")
+        return
+    _create(kubectl, body)
+    undo.callback(_remove, kubectl, "pvc", name)
+    _say(f"claim {name}: made, {body['spec']['resources']['requests']['storage']}; it stays")
+
+
+def _create(kubectl: Kubectl, body: Object) -> str:
+    return kubectl.read("create", "-f", "-", "-o", "json", given=json.dumps(body))
+
+
+def _delete(kubectl: Kubectl, kind: str, name: str) -> None:
+    kubectl.read("delete", kind, name, "--ignore-not-found", "--wait=false")
+
+
+def _remove(kubectl: Kubectl, kind: str, name: str) -> None:
+    try:
+        _delete(kubectl, kind, name)
+    except Failure as failure:  # what went wrong before is what matters
+        _say(f"{kind} {name} is left: {failure}")
+
+
+def _followed(kubectl: Kubectl, job: Job) -> int:
+    last = job
+
+    def looks() -> Iterator[Job]:
+        nonlocal last
+        shown = ("", "")
+        for n, last in enumerate(gang.looks(kubectl, job)):
+            if n == _UNSEEN and not last.phase:
+                _say("the operator has not looked at it: does it run?")
+            state = (last.phase, str(last.status.get("reason", "")))
+            if state != shown and last.phase not in crd.TERMINAL_PHASES:
+                why = f" ({state[1]}): {last.status.get('message', '')}" if state[1] else ""
+                _say(f"{last.name}: {last.phase}{why}")
+                shown = state
+            yield last
+
+    logs.follow(kubectl, looks(), set(range(job.seats)), ["--tail=-1"], waits=False)
+    timings = last.status.get("timings") or {}
+    ended = moment(timings.get("completedAt")) or datetime.now(UTC)
+    took = since(moment(timings.get("startedAt")), ended)
+    if last.phase == "Succeeded":
+        _say(
+            f"{job.name}: Succeeded, after {took}; `kubectl ddp cp {job.name} DIR` has its results"
+        )
+        return 0
+    if failure := last.status.get("lastFailure"):
+        _say(failure_line(failure, ended))
+    _say(f"{job.name}: {last.phase}, after {took}; `kubectl ddp why {job.name}` says why")
+    return FAILED
+
+
+def _interrupted(kubectl: Kubectl, job: Job) -> int:
+    if os.isatty(0) and os.isatty(2):
+        print(f"\nLeave {job.name} running? [Y/n] ", end="", file=sys.stderr, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            if sys.stdin.readline().strip().lower() in ("n", "no"):
+                _delete(kubectl, DDPJOBS, job.name)
+                _say(f"{job.name}: deleted; what it saved stays on its claim")
+                return _INTERRUPTED
+    _say(
+        f"{job.name}: goes on; `kubectl ddp logs -f {job.name}` follows it again, `kubectl delete"
+        f" ddpjob {job.name}` ends it"
+    )
+    return _INTERRUPTED

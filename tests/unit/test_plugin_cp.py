@@ -1,0 +1,133 @@
+"""`kubectl ddp cp`: from a pod of the job or one made for it, by the very commands that it runs."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import plugin
+
+#: What it runs in a pod is run here; a pod that it makes runs at once.
+FAKE = """
+case "$1 $2" in
+  "get ddpjobs"*) cat "$HERE/job.json" ;;
+  "get pods") cat "$HERE/pods.json" ;;
+  "get pod") echo '{"metadata": {}, "spec": {}, "status": {"phase": "Running"}}' ;;
+  "create "*) cat > "$HERE/created.json" ;;
+  "delete pod") touch "$HERE/deleted" ;;
+  "exec "*) echo "$*" > "$HERE/exec"; while [ "$1" != -- ]; do shift; done; shift; exec "$@" ;;
+esac
+"""
+Copy = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    """Return a function: words, and the job's pods -> what `cp` did. DIR is home."""
+    job = plugin.job("Succeeded")
+    volume = {"persistentVolumeClaim": {"claimName": "c"}}
+    job["spec"]["snapshot"] = {"path": str(tmp_path), "volume": volume}
+    job["spec"]["template"] = {"spec": {"containers": [{"name": "t", "image": "i"}]}}
+    (tmp_path / "j/output/deep").mkdir(parents=True)
+    (tmp_path / "j/output/deep/w.bin").write_bytes(bytes(range(256)))
+    (tmp_path / "j/output/log").write_text("done")
+
+    def run(*words: str, pods: tuple[Any, ...] = ()) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        (tmp_path / "pods.json").write_text(json.dumps({"items": pods}))
+        return subprocess.run(
+            [sys.executable, "-m", "kubectl_ddp", "cp", *words], cwd=tmp_path, text=True,
+            env=plugin.fake_kubectl(tmp_path, FAKE), capture_output=True, check=False,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    return run
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = (one for one in folder.rglob("*") if one.is_file())
+    return {str(one.relative_to(folder)): one.read_bytes() for one in found}
+
+
+def test_the_output_comes_home_from_a_pod_that_runs(copy, tmp_path):
+    for _ in range(2):
+        done = copy("j", "home", pods=(plugin.pod(0, 1, "terminated"), plugin.pod(1, 1)))
+        assert (done.returncode, done.stderr) == (0, "home: 2 files, 0.0 MiB\n")
+    assert files(tmp_path / "home") == files(tmp_path / "j/output")
+    assert (tmp_path / "exec").read_text().startswith("exec -n n j-1 -c t -- sh")
+    assert not (tmp_path / "created.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [("output/deep", "w.bin"), ("output/deep/w.bin", "w.bin")]
+)
+def test_a_path_may_be_a_folder_or_a_file(copy, tmp_path, path, name):
+    assert copy(f"j:{path}", "home", pods=(plugin.pod(0, 1),)).returncode == 0
+    assert files(tmp_path / "home") == {name: bytes(range(256))}
+
+
+def test_without_pods_one_is_made_and_deleted_again(copy, tmp_path):
+    refused = copy("j", "home")
+    assert (refused.returncode, (tmp_path / "created.json").exists()) == (1, False)
+    assert "then add --yes" in refused.stderr
+    done = copy("j", "home", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert files(tmp_path / "home") == files(tmp_path / "j/output")
+    made = json.loads((tmp_path / "created.json").read_text())
+    (container,) = made["spec"]["containers"]
+    mount, scratch = container["volumeMounts"]
+    assert (mount["mountPath"], mount["readOnly"]) == (str(tmp_path), True)
+    assert (container["image"], scratch["mountPath"]) == ("i", "/tmp")
+    assert (tmp_path / "deleted").exists()
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["j:runs", "home", "--yes"], "runs is not there; in"),
+    (["j:/etc", "home", "--yes"], "/etc is not below"),
+    (["j", "job.json"], "job.json: a file, where a folder is expected"),
+])  # fmt: skip
+def test_what_is_not_there_is_said(copy, tmp_path, words, says):
+    done = copy(*words)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert says in done.stderr.splitlines()[-1]
+    assert ("are: output" in done.stderr) == ("j:runs" in words), "what there is instead"
+
+
+def test_weights_are_exported_there(copy, tmp_path):
+    (tmp_path / "ddpjob-trainer").write_text('#!/bin/sh\necho "of $3"; echo w > "$4"\n')
+    (tmp_path / "ddpjob-trainer").chmod(0o755)
+    done = copy("j", "home", "--weights", pods=(plugin.pod(0, 1),))
+    assert done.returncode == 0, done.stderr
+    assert f"of {tmp_path}/j\n" in done.stderr
+    assert files(tmp_path / "home") == {"model.safetensors": b"w\n"}
+
+
+def test_nothing_is_written_outside_of_the_folder(copy, tmp_path):
+    """The archive is whatever the image's tar prints."""
+    with tarfile.open(tmp_path / "evil.tar", "w") as archive:
+        for name in ("../outside", "inside"):
+            archive.add(tmp_path / "j/output/log", name)
+        link = tarfile.TarInfo("link")
+        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
+        archive.addfile(link)
+    (tmp_path / "tar").write_text('#!/bin/sh\ncat "$HERE/evil.tar"\n')
+    (tmp_path / "tar").chmod(0o755)
+    done = copy("j", "home/er", pods=(plugin.pod(0, 1),))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("left out: ") == 2
+    assert os.listdir(tmp_path / "home") == ["er"]  # noqa: PTH208
+    assert os.listdir(tmp_path / "home/er") == ["inside"]  # noqa: PTH208
+
+
+@pytest.mark.parametrize("size", [0, 700, 1600])
+def test_half_an_archive_is_no_copy(copy, tmp_path, size):
+    (tmp_path / "tar").write_text(f'#!/bin/sh\n/bin/tar "$@" | head -c {size}\n')
+    (tmp_path / "tar").chmod(0o755)
+    done = copy("j", "home", pods=(plugin.pod(0, 1),))
+    assert (done.returncode, "the copy broke off" in done.stderr) == (1, True)
