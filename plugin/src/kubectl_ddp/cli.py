@@ -114,7 +114,7 @@ def parser() -> argparse.ArgumentParser:
     flags = _flags()
     top = argparse.ArgumentParser(
         prog="kubectl ddp",
-        description="Run a DDPJob and see what it does, through your own kubectl: its contexts and rights.",
+        description="Run DDPJobs and watch them, by your own kubectl: its contexts and rights.",
         parents=[flags],
     )
     top.add_argument("--version", action="version", version=__version__)
