@@ -14,7 +14,7 @@ KILLED = 11  # steps before it; the newest snapshot is that after 8, amid the se
 #: However slow the machine is, and however quick the steps are.
 PATIENT = {
     "launcher.rescue._SHARE": 1e9,
-    "launcher.rescue._MOST_SECONDS": PATIENCE,
+    "launcher.rescue.MOST_SECONDS": PATIENCE,
     "launcher.rescue._FIRST_WORD_SECONDS": PATIENCE,
     "launcher.hub.hub.RESCUE_SECONDS": PATIENCE,
 }

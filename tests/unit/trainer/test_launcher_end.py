@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import selectors
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -345,3 +346,23 @@ def test_who_loses_peers_after_an_end_elsewhere_waits_out_no_grace_period(tmp_pa
     workers.ended(NEVER, 75, 2.0)
     phase.stop_the_rest(2.0)
     assert (workers.stopping, workers.kill_at) == (True, 3.0)
+
+
+def test_who_saves_the_newest_step_has_no_longer_than_a_signal_gives(tmp_path, sent):
+    workers, _ = make_group(tmp_path)
+    workers.spare(workers.pids, 0.0, 30.0, first_word_by=2.0)
+    workers.kill_when_due(1.0)
+    assert sent == []
+    workers.first_word_by = None  # they have said it
+    workers.kill_by(5.0)  # near the end of the grace period of a SIGTERM
+    workers.kill_when_due(4.0)
+    assert sent == []
+    workers.kill_when_due(5.0)
+    assert sent == [(NEVER + n, signal.SIGKILL) for n in range(workers.running)] != []
+
+
+def test_who_says_no_first_word_is_killed(tmp_path, sent):
+    workers, _ = make_group(tmp_path)
+    workers.spare(workers.pids, 0.0, 30.0, first_word_by=2.0)
+    workers.kill_when_due(2.0)
+    assert (workers.kill_at, len(sent)) == (2.0, workers.running)

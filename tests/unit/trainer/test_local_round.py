@@ -5,6 +5,7 @@ L2 to L4 are rules of the protocol; test_following.py has which hub it follows.
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -124,6 +125,16 @@ def test_nobody_waits_for_ever(phase, kill_at, until):
     assert not part.ended.lost
     part.take(now=until + 0.1)
     assert (part.ended.lost, part.did) == ("it does not answer", ["stop 1"])
+
+
+@pytest.mark.parametrize(("rescues", "until"), [(False, 120.0), (True, 150.0)])
+def test_a_parked_launcher_waits_while_a_survivor_elsewhere_saves(rescues, until):
+    part = Part(Parked, can_wait=False)
+    part.phase.round.rescuer = Mock() if rescues else None
+    part.take(now=until)
+    assert not part.ended.lost
+    part.take(now=until + 0.1)
+    assert part.ended.lost == "it does not answer"
 
 
 def test_a_parked_launcher_waits_as_long_as_there_is_a_hub():

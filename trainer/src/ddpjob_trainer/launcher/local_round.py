@@ -18,7 +18,7 @@ from ddpjob_trainer.launcher.hub.membership import Membership
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.printed import Pace
 from ddpjob_trainer.launcher.reports.termination import Ended
-from ddpjob_trainer.launcher.rescue import Rescuer
+from ddpjob_trainer.launcher.rescue import MOST_SECONDS, Rescuer
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 
 #: When no round can follow: seconds for a worker's last output after another one failed.
@@ -279,6 +279,8 @@ class Parked(Phase):
     def _hub_answers_by(self) -> float | None:
         config = self.round.config
         patience = _ANSWER_SECONDS + config.exit_seconds
+        if self.round.rescuer is not None:  # a worker elsewhere may write so long
+            patience += MOST_SECONDS
         if config.holds or self.round.workers.key.round < 0:
             return self._linked_at + max(patience, config.hold_seconds)
         return self.since + patience

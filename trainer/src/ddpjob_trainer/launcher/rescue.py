@@ -21,7 +21,7 @@ from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.marks import read_marks, socket_path
 
 #: Of the time that the repeated steps would take, and at most: a rescue lasts no longer.
-_SHARE, _MOST_SECONDS = 0.5, 30.0
+_SHARE, MOST_SECONDS = 0.5, 30.0
 #: Where nothing was written in this round yet.
 _FIRST_WRITE_SECONDS = 0.1
 #: A process that dies accepts as well: one that lives says its first word in this time.
@@ -55,7 +55,7 @@ class Rescuer:
         *others, best = able
         others = [rank for rank in others if found[rank].step == found[best].step]
         self._alone = what != "vouch" and bool(others)
-        seconds = min(_SHARE * found[best].saved, _MOST_SECONDS)
+        seconds = min(_SHARE * found[best].saved, MOST_SECONDS)
         worth = seconds > (found[best].write_seconds or _FIRST_WRITE_SECONDS)
         if not worth or (what == "alone" and not others):
             return self._answer("no", now)
@@ -68,7 +68,8 @@ class Rescuer:
         except OSError:
             self._close()
             return self._answer("next", now)
-        self._workers.spare(self._links, now, min(self._until, now + _FIRST_WORD_SECONDS))
+        first_word_by = now + _FIRST_WORD_SECONDS
+        self._workers.spare(self._links, now, self._until, first_word_by=first_word_by)
         return True
 
     def agree(self, word: str) -> None:
@@ -116,7 +117,7 @@ class Rescuer:
         """Do as a worker's line asks for; return whether it has no more to do."""
         writes = rank == self._writer
         if "step" in line:
-            self._workers.kill_at = self._until
+            self._workers.first_word_by = None
             if writes:
                 self._answer("yes", now, "own" if self._alone else "")
             return False

@@ -64,6 +64,7 @@ class WorkerGroup:
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
         self.kill_at: float | None = None  # when all that runs is killed
+        self.first_word_by: float | None = None  # or then, see spare()
         self._swept: set[int] = set()  # pids of other processes killed after the workers had ended
         self._cleaning = children.Cleaning()
         self._memory = children.read_memory()  # as it was when the round began
@@ -271,14 +272,20 @@ class WorkerGroup:
         self._recall(signal.SIGKILL, now)
         self.kill_by(now + last_words)
 
-    def spare(self, chosen: Collection[int], now: float, until: float) -> None:
-        """End all workers but these ranks, which have until a monotonic time."""
+    def spare(
+        self, chosen: Collection[int], now: float, until: float, first_word_by: float
+    ) -> None:
+        """End all workers but these ranks, which have until then at most (monotonic).
+
+        ``first_word_by``: where one has not been heard by then, none has longer.
+        """
         self.stopping = True
         self._recall(signal.SIGKILL, now)
         for rank, pid in self.pids.items():
             if rank not in chosen:
                 self._kill(pid, now)
-        self.kill_at = until
+        self.first_word_by = first_word_by
+        self.kill_by(until)
 
     def kill_by(self, moment: float) -> None:
         """Kill all running workers at this monotonic time; the earliest time counts."""
@@ -288,8 +295,10 @@ class WorkerGroup:
         """Kill when due, give up on workers that survive; return when to call next."""
         dues = []
         if self.kill_at is not None and self.running:
-            dues.append(max(self.kill_at, now + 0.05))
-            if now >= self.kill_at:
+            due = min(self.kill_at, self.first_word_by or self.kill_at)
+            dues.append(max(due, now + 0.05))
+            if now >= due:
+                self.kill_by(due)
                 for pid in self._pids:
                     self._kill(pid, now)
                 self._recall(signal.SIGKILL, now)
