@@ -21,6 +21,7 @@ from model.cluster import START, Cluster, Object, deadline
 from model.launchers import Launcher
 from model.network import Network
 from model.operators import Operator
+from model.rescues import Rescues
 from model.story import World
 from support.invariants import Violation
 from support.objects import attempt, owner, replica, status, uid_of
@@ -39,15 +40,17 @@ _MOVES = 60_000
 
 
 class GangWorld(World):
-    """``launcher_class``: for wrong launchers."""
+    """``launcher_class``: for wrong launchers. ``rescues``: survivors save the newest step."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         *,
         launcher_class: type[Launcher] = Launcher,
+        rescues: bool = False,
         **more: Any,
     ) -> None:
+        self.rescues, self.rescued = rescues, Rescues()
         self.launcher_class = launcher_class
         self.launchers: dict[str, Launcher] = {}  # by uid of the pod, those of dead ones too
         self.finishing = False
@@ -215,7 +218,11 @@ class GangWorld(World):
             workers.end(-9, now)
         elif workers.asked:
             workers.end(143, now)
+        elif workers.survivor.move(one):
+            pass
         elif self._alone(one):
+            if self.rescues and workers.survivor.holds(now):
+                return False
             workers.end(75, now)
         elif self.finishing and self._may_end(one):
             workers.end(0, now)

@@ -16,12 +16,12 @@ from typing import Any, Protocol
 from unittest import mock
 
 from ddpjob_contract import POD_UID, State, TerminationReport
-from ddpjob_trainer.environment import read_launcher
+from ddpjob_trainer.environment import RESCUE, read_launcher
 from ddpjob_trainer.launcher import supervisor
 from ddpjob_trainer.launcher.hub import membership
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.membership import HubClient
-from ddpjob_trainer.launcher.hub.messages import BEAT_SECONDS, Key
+from ddpjob_trainer.launcher.hub.messages import BEAT_SECONDS, Key, Message
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
 from ddpjob_trainer.launcher.local_round import LocalRound, Parked, Running, Succeeded
@@ -30,6 +30,7 @@ from ddpjob_trainer.launcher.reports import termination
 from ddpjob_trainer.launcher.supervisor import Supervisor
 from model.cluster import Cluster, Object
 from model.network import Line, ModelCalls, ModelClient, Network, Silent
+from model.rescues import ModelRescuer, Rescues, Survivor
 
 _PROGRAM = Program("json", (), module=True)
 _NOWHERE = Path("/nowhere")
@@ -41,6 +42,8 @@ class Watched(Protocol):
 
     network: Network
     cluster: Cluster
+    rescues: bool  # survivors save the newest step
+    rescued: Rescues
 
     def begins(self, launcher: Launcher, key: Key) -> None:
         """A round's workers start."""
@@ -57,6 +60,12 @@ class Workers:
         self.running = 0
         self.stopping = self.killed = self.asked = False
         self.kill_at: float | None = None
+        self.first_word_by: float | None = None
+        self.survivor = Survivor()
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return dict.fromkeys([self._config.rank(0)] * self.running, 1)
 
     @property
     def round(self) -> int:
@@ -86,14 +95,19 @@ class Workers:
         self.stopping = True
         self.kill_by(now + last_words)
 
+    def spare(self, chosen: object, now: float, until: float, first_word_by: float) -> None:
+        self.stopping, self.first_word_by = True, first_word_by
+        self.kill_by(until)
+
     def kill_by(self, moment: float) -> None:
         self.kill_at = min(self.kill_at or moment, moment)
 
     def kill_when_due(self, now: float) -> float | None:
         if self.kill_at is None or not self.running:
             return None
-        self.killed |= now >= self.kill_at
-        return self.kill_at
+        due = min(self.kill_at, self.first_word_by or self.kill_at)
+        self.killed |= now >= due
+        return due
 
     def is_gone(self, spared: object) -> bool:
         return not self.running
@@ -136,6 +150,8 @@ class Launcher(Supervisor):
             spares=SimpleNamespace(pids=tuple),
         )
         self._member = self._join(config, now)
+        if (hub := self._member.hub) is not None:
+            hub.post = functools.partial(self._post, hub.post)
         self._serves = config.hub_port is not None
         if config.replacement:
             self._phase = Parked(self._round(config.first), now)
@@ -145,7 +161,12 @@ class Launcher(Supervisor):
     def environment(self, pod: Object) -> dict[str, str]:
         """As the operator has set it, and its kubelet."""
         told = pod["spec"]["containers"][0]["env"]
-        return {one["name"]: one["value"] for one in told if "value" in one} | {POD_UID: self.uid}
+        more = {POD_UID: self.uid} | ({RESCUE: "1"} if self.world.rescues else {})
+        return {one["name"]: one["value"] for one in told if "value" in one} | more
+
+    def _post(self, post: Callable[[int, Message], None], seat: int, message: Message) -> None:
+        self.world.rescued.posted(self, seat, message, self._tick)
+        post(seat, message)
 
     def _join(self, config: LaunchConfig, now: float) -> membership.Membership:
         mine = {"network": self.world.network, "owner": self}
@@ -162,7 +183,11 @@ class Launcher(Supervisor):
 
     def _round(self, key: Key) -> LocalRound:
         workers: Any = Workers(self._config, key)
-        return LocalRound(self._config, workers, self._member, self._ended, self._log.say)
+        send = self._member.link.send
+        rescuer = ModelRescuer(workers, _SILENT, send, _hush) if self._config.env.rescue else None
+        return LocalRound(
+            self._config, workers, self._member, self._ended, self._log.say, rescuer=rescuer
+        )
 
     def _start(self, workers: Workers, now: float, drill: str, reached: int) -> None:
         self.world.begins(self, workers.key)
@@ -171,12 +196,14 @@ class Launcher(Supervisor):
     def step(self, now: float) -> None:
         """One turn of its loop."""
         network, member = self.world.network, self._member
+        self._tick = now
         network.deliver(self, now)
         if isinstance(link := member.link, ModelClient):
             link.dial(now)
         if isinstance(member.calls, ModelCalls):
             member.calls.dial(now)
-        self._tick = now
+        if (rescuer := self.rescuer) is not None:
+            rescuer.look(now)
         while self._signals.pending:
             self._phase.forward(self._signals.pending.pop(0), now)
         if isinstance(self._phase, Running):
@@ -188,6 +215,7 @@ class Launcher(Supervisor):
         self._report_stopped(now)
         # A beat is always due within a second; only other dues are worth a look.
         self.due = due if due is not None and due > now + BEAT_SECONDS else None
+        self.world.rescued.turned(self, now)
         if self._phase.is_over(now):
             with mock.patch.object(termination, "_save", self._write):
                 results, ended = self._summary.results, self._ended
@@ -207,6 +235,11 @@ class Launcher(Supervisor):
     @property
     def workers(self) -> Workers:
         found: Any = self._workers
+        return found
+
+    @property
+    def rescuer(self) -> ModelRescuer | None:
+        found: Any = self._phase.round.rescuer
         return found
 
     @property
@@ -291,10 +324,11 @@ class Launcher(Supervisor):
         return self._state()
 
     def fingerprint(self) -> tuple[object, ...]:
-        ended, workers = self._ended, self.workers
+        ended, workers, rescuer = self._ended, self.workers, self.rescuer
         return (type(self._phase), workers.key, workers.killed, workers.stopping, workers.kill_at,
                 ended.end, ended.lost, self.alive, getattr(self._phase, "reported", 0),
-                len(self._member.link.inbox), len(self._signals.pending))  # fmt: skip
+                len(self._member.link.inbox), len(self._signals.pending),
+                rescuer.pending if rescuer else 0, workers.first_word_by)  # fmt: skip
 
     def terminate(self) -> None:
         self._signals.pending.append(signal.SIGTERM)

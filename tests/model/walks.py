@@ -132,6 +132,22 @@ EVENTS: dict[str, tuple[int, Fault]] = {
 }
 
 
+def _survivor(what: str, value: object) -> Fault:
+    def act(world: GangWorld, draw: Random) -> None:
+        if one := _any_launcher(world, draw):
+            setattr(one.workers.survivor, what, value)
+
+    return act
+
+
+#: In worlds with rescues.
+OF_RESCUES: dict[str, tuple[int, Fault]] = {
+    "unable": (2, _survivor("able", False)),
+    "deaf": (2, _survivor("deaf", True)),
+    "bits": (2, _survivor("bits", "flipped")),
+}
+
+
 def begun(
     loop: asyncio.AbstractEventLoop,
     replicas: int = 3,
@@ -165,13 +181,14 @@ def walk(loop: asyncio.AbstractEventLoop, seed: int, moves: int, **more: Any) ->
 def wander(world: GangWorld, draw: Random, moves: int) -> None:
     """Anybody moves and anything happens; ``world.met`` tells what, for a look at a violation."""
     world.wire.gate = lambda call: _harm(draw, call)
-    weights = [weight for weight, _ in EVENTS.values()]
+    events = EVENTS | (OF_RESCUES if world.rescues else {})
+    weights = [weight for weight, _ in events.values()]
     for _ in range(moves):
         take_due(world)
         if draw.random() < FAULTS:
-            (name,) = draw.choices(list(EVENTS), weights)
+            (name,) = draw.choices(list(events), weights)
             world.met.append(f"{world.ticks} {world.cluster.now:%H:%M:%S} {name}")
-            EVENTS[name][1](world, draw)
+            events[name][1](world, draw)
             world.verify()
         _anybody(world, draw)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_operator.core.actions import Plan, WriteStatus
+from ddpjob_trainer.launcher.hub import hub as hub_
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Key
 from ddpjob_trainer.launcher.hub.rounds import History, Seats
@@ -151,3 +152,65 @@ class ActsOnLostLinks:
 
     def _is_new(self, asked: Question) -> bool:
         return str(asked.job.status.get("births", "")).startswith("0:")
+
+
+# --- Rescues --------------------------------------------------------------------------------------
+
+
+def _in_phase(phase: type[Any]) -> type[Hub]:
+    """A hub in one of whose phases other things are done."""
+
+    class _Hub(Hub):
+        @property
+        def phase(self) -> Any:
+            return self._now_in
+
+        @phase.setter
+        def phase(self, begun: Any) -> None:
+            self._now_in: Any = begun
+            if type(begun) is phase.__base__:
+                begun.__class__ = phase
+
+    return _Hub
+
+
+class LeavesTheOthersRunning(Launcher):
+    """Its hub sends no Stop after a rescue's."""
+
+    class _Stopping(hub_._Stopping):
+        def _stop_rest(self, now: float) -> None:
+            self._answer_by = 0.0
+
+    hub_class = _in_phase(_Stopping)
+
+
+class AsksAnotherWriterTooSoon(Launcher):
+    """Its hub asks the next survivor where the first has not answered, and may write."""
+
+    class _Stopping(hub_._Stopping):
+        def tick(self, now: float) -> Any:
+            if self._answer_by and now >= self._answer_by and self._survivors:
+                self._ask_to_write(now)
+            return super().tick(now)
+
+    hub_class = _in_phase(_Stopping)
+
+
+class AsksBeforeTheCauseIsKnown(Launcher):
+    """Its hub has the step saved at the first failure that it hears of."""
+
+    class _Running(hub_._Running):
+        def tick(self, now: float) -> Any:
+            return self._stop(now) if self._left else super().tick(now)
+
+    hub_class = _in_phase(_Running)
+
+
+class BelievesTheWriter(Launcher):
+    """Its hub says to who writes that another has the same bits, having asked nobody."""
+
+    class _Stopping(hub_._Stopping):
+        def _ask_to_vouch(self) -> None:
+            self._rescue(self._writer, "word", "sound")
+
+    hub_class = _in_phase(_Stopping)
