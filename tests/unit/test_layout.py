@@ -25,13 +25,13 @@ MAX_NAME = 70  # letters of a test's name
 MOST_LINES = {
     "contract/src": 880,
     "operator/src": 11_980,
-    "trainer/src": 27_578,
+    "trainer/src": 27_598,
     "tools/src": 5_310,
     "plugin/src": 4_051,
     "dev/bench": 4_456,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 62_553,
+    "tests": 63_216,
 }
 MOST_WORDS = 59_601  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.

@@ -27,50 +27,10 @@ from ddpjob_trainer.training import rescue as rescue_
 from ddpjob_trainer.training.rescue import Boundary, ChangedError, Rescue, word_of
 from support.patience import PATIENCE
 from support.snapshots import whole
+from support.trained import Trained
 
 RANK = 2
 CPU = accelerator.of(torch.device("cpu"))
-
-
-class Trained:
-    """A model with BatchNorm, its optimizer, and what a script has registered."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(3)
-        self.net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 2))
-        self.teacher = nn.BatchNorm1d(5)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1)
-        self.seen: dict[str, Any] = {"losses": [1.0], "mean": torch.ones(2)}
-        self.state = TrainingState(self.net)
-        for name, obj in (
-            ("optimizer", self.optimizer), ("seen", self.seen), ("teacher", self.teacher),
-        ):  # fmt: skip
-            self.state.register(name, obj)  # type: ignore[arg-type]
-        self.best: dict[str, Any] = {"net.safetensors": [2.0, "min"]}
-        modes = Modes({"model": self.net})
-        self.boundary = Boundary(self.state, {"optimizer"}, modes, lambda: self.best)
-
-    def forward(self) -> None:
-        self.net(self.teacher(torch.randn(6, 5))).pow(2).mean().backward()
-
-    def body(self) -> None:
-        """What a body may change before its update."""
-        self.forward()
-        self.optimizer.param_groups[0]["lr"] *= 0.5
-        self.seen["losses"].append(0.5)
-        self.seen["mean"] += 1
-        self.best["other"] = [1.0, "max"]
-        self.net[1].eval()
-
-    def step(self, done: int) -> None:
-        self.forward()
-        self.boundary.before_update()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.boundary.take(done)
-
-    def sha256(self) -> str:
-        return flat_sha256(self.state.capture(0).flat)
 
 
 @pytest.fixture
@@ -215,11 +175,11 @@ def test_a_survivor_saves_its_boundary_once_another_one_agrees(trained, survivor
 
 def test_without_a_second_opinion_nothing_counts(trained, survivor):
     _, launcher, directory = survivor
-    average = trained.optimizer.state[trained.net[0].weight]["exp_avg"]
-    sound = average.clone()
+    average = trained.optimizer.state[trained.net[0].weight]["exp_avg"].numpy()
+    sound = average.copy()
     average[0, 0] += 1e-9  # a bit that has flipped in the memory of the other one
     word = word_of(24, trained.boundary.captured(0))
-    average.copy_(sound)
+    average[:] = sound
     launcher.say(do="write", seconds=PATIENCE)
     assert launcher.hear() == {"step": 24}
     launcher.say(word=word)
@@ -306,7 +266,7 @@ class Seat:
         self.workers: Any = SimpleNamespace(
             state_dir=directory, round=0, pids=dict.fromkeys(ranks, 1), kill_at=None,
             kill_by=self.ended.append,
-            spare=lambda chosen, now, until: self.spared.append(set(chosen)),
+            spare=lambda chosen, *times, **more: self.spared.append(set(chosen)),
         )  # fmt: skip
         self.rescuer = Rescuer(
             self.workers, self.selector, lambda said, _: self.said.append(said), print
