@@ -1,7 +1,7 @@
 """Classify the loss of a member, and pick the loss that ended an attempt.
 
 cause.py asks for each pod and gets one Failure with one class. _EVIDENCE holds the
-rules in their order (docs/guides/restarts.md): facts from before the end come before what the
+rules in their order (docs/guides/restart-policy.md): facts from before the end come before what the
 kubelet calls the end. Two classes are collateral: another member went first, so they explain an
 attempt only when no better cause turns up.
 """
