@@ -266,7 +266,7 @@ def test_a_model_that_an_evaluation_has_left_in_eval_mode_is_warned_of(gang, how
 
 
 def sam(step: ddp.Step, model: nn.Module, wrapped: nn.Module, x: torch.Tensor) -> None:
-    """Leave the gradients of the sharpest place nearby, as training.md has it."""
+    """Leave the gradients of the sharpest place nearby, as data.md has it."""
     step.backward(quadratic(wrapped, x))
     parameters = [*model.parameters()]
     before = [p.detach().clone() for p in parameters]

@@ -398,7 +398,7 @@ def check_parameters(
                 f"{type(optimizer).__name__}.step() needs a closure that computes the loss again"
                 " and again within one update, which commit() does not have: use an optimizer that"
                 " takes one gradient per update, such as AdamW or SGD; of SAM the base optimizer,"
-                " as in Recipes of docs/guides/training.md"
+                " as in Recipes of docs/guides/data.md"
             )
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
             raise ConfigError(

@@ -98,7 +98,7 @@ class Guard:
                 " applies are not averaged over the ranks, and no snapshot would hold its state."
                 " Train with several as in run.prepare(model, [first, second]) or"
                 " run.prepare([model, other], [optimizer, other_optimizer]). Of SAM and the like"
-                " give prepare() the base optimizer, as in Recipes of docs/guides/training.md"
+                " give prepare() the base optimizer, as in Recipes of docs/guides/data.md"
             )
 
 
