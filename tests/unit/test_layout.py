@@ -24,16 +24,16 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 880,
-    "operator/src": 11_980,
+    "operator/src": 11_999,
     "trainer/src": 27_598,
     "tools/src": 5_310,
     "plugin/src": 4_051,
-    "dev/bench": 4_456,
+    "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 63_216,
+    "tests": 63_221,
 }
-MOST_WORDS = 59_064  # of all pages in docs
+MOST_WORDS = 59_004  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

@@ -8,13 +8,14 @@ shows the change to the event that shows the write that answers it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 
 from harness import kubelets, report
 from harness.bare import PATHS, Script
-from harness.wire import Client
+from harness.wire import Client, Gone
 from support.rest import JOBS, Object
 
 #: From the job to its first pod, from a pod's end to the next one, from the last exit to the phase.
@@ -74,7 +75,15 @@ class Lives:
         await _wait_until(at + 2 * third)
         for replica in range(size):
             path, status = f"{self._pods_path}/{name}-{replica}/status", kubelets.exited(0)
+            while not await self._patched(path, status):  # noqa: ASYNC110 - theirs
+                await asyncio.sleep(1.0)
+
+    async def _patched(self, path: str, status: Object) -> bool:
+        """Write the status of a pod; False: it is not replaced yet, and LOSS says how late."""
+        with contextlib.suppress(Gone):
             await self._outside.text("PATCH", path, {"status": status})
+            return True
+        return False
 
     async def _watch(self, path: str, since: str) -> None:
         async for event in self._outside.watch(path, since):

@@ -1,6 +1,7 @@
 """The store: newer replaces older, lists and deletions are not undone by late events."""
 
 import gc
+import json
 from datetime import UTC, datetime
 from unittest.mock import Mock
 
@@ -8,6 +9,7 @@ import pytest
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from ddpjob_operator.core.actions import ApiFeedback, QuorumRead
+from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.informer import PodInformer
 from ddpjob_operator.shell.store import RewoundError, Store, slim_pod
 from support import stored
@@ -41,6 +43,21 @@ def test_of_a_template_no_objects_are_kept():
         seen += [o for o in gc.get_referents(found) if not isinstance(o, type) and o not in seen]
     assert container not in seen
     assert volume not in seen
+
+
+def test_names_of_fields_are_in_memory_once_for_all_jobs():
+    text = json.dumps(
+        {"spec": {"restart": {"policy": "Always"}}, "status": {"attempts": [{"n": 1}]}}
+    )
+    first, second = (observe.job({**job(5, uid=uid), **json.loads(text)}) for uid in "ab")
+
+    def names(value: object) -> list[str]:
+        if isinstance(value, dict):
+            return [*value, *(name for one in value.values() for name in names(one))]
+        return [name for one in value for name in names(one)] if isinstance(value, list) else []
+
+    for mine, yours in ((first.spec, second.spec), (first.status, second.status)):
+        assert [id(one) for one in names(mine)] == [id(one) for one in names(yours)]
 
 
 def phases(store: Store, uid: str = "u1") -> dict[str, str]:

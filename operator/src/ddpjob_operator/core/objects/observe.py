@@ -23,6 +23,7 @@ from ddpjob_operator.core.objects.json_read import (
     opt_number,
     parse_time,
     sequence,
+    shared_names,
     text,
 )
 from ddpjob_operator.core.objects.ledger import LauncherAccount
@@ -183,6 +184,10 @@ def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
     meta = obj["metadata"]
     generation, labels = meta.get("generation", 0), mapping(meta.get("labels"))
     same = known is not None and known.uid == meta["uid"] and known.generation == generation != 0
+    if known and same:
+        spec = known.spec
+    else:
+        spec = shared_names(compact_spec.spec(mapping(obj.get("spec"))))
     return Job(
         namespace=meta["namespace"],
         name=meta["name"],
@@ -190,8 +195,8 @@ def job(obj: Mapping[str, Any], known: Job | None = None) -> Job:
         resource_version=meta.get("resourceVersion", ""),
         generation=generation,
         deleting="deletionTimestamp" in meta,
-        spec=known.spec if known and same else compact_spec.spec(mapping(obj.get("spec"))),
-        status=mapping(obj.get("status")),
+        spec=spec,
+        status=shared_names(mapping(obj.get("status"))),
         queue=text(labels.get(f"{KUEUE}/queue-name")),
         queue_priority=text(labels.get(f"{KUEUE}/priority-class")),
     )
