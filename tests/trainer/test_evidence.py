@@ -114,6 +114,30 @@ def test_a_hang_leaves_stacks_also_native_ones_and_the_flight_recorder(script, t
     assert json.loads(report.read_bytes())["kind"] == "hang"
 
 
+PRINTS = """
+for step in range(1, 6):
+    loss = 8 / step if os.environ["DDPJOB_ROUND"] == "0" else 1 / step
+    print(f"step {step} loss: {loss}" + f", acc={step}" * (step > 2), flush=True)
+    time.sleep(0.6)
+sys.exit(os.environ["DDPJOB_ROUND"] == "0")
+"""
+
+
+def test_each_round_keeps_its_curves(script, tmp_path):
+    """Of any program, as it was read from its lines."""
+    where = tmp_path / "snapshots"
+    env = {**patched(tmp_path, OFTEN), "DDPJOB_SNAPSHOT_DIR": str(where)}
+    words = ("--spares", "0", "--read", "acc=acc=(.*)", script(PRINTS))
+    code, _, err = run(*words, env=env)
+    assert code == 0, err
+    newest, oldest = (one["curves"] for one in rounds(where))
+    assert oldest["loss"][-1] == [5, 1.6]
+    assert newest["loss"][-1] == [5, 0.2]
+    assert newest["acc"][-1] == [5, 5]
+    assert all(loss == float(f"{1 / step:.6g}") for step, loss in newest["loss"])
+    assert all(step == value for step, value in newest["acc"]), "none of the round before"
+
+
 FAILS_ONCE = """
 if os.environ["DDPJOB_ROUND"] == "0":
     if rank == 1:

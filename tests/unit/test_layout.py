@@ -23,17 +23,17 @@ MAX_NAME = 70  # letters of a test's name
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 880,
+    "contract/src": 882,
     "operator/src": 11_999,
-    "trainer/src": 27_598,
+    "trainer/src": 27_678,
     "tools/src": 5_310,
-    "plugin/src": 4_051,
+    "plugin/src": 4_752,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 63_221,
+    "tests": 63_576,
 }
-MOST_WORDS = 58_862  # of all pages in docs
+MOST_WORDS = 59_059  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

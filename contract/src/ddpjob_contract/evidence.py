@@ -59,6 +59,7 @@ class Evidence(TypedDict, total=False):
     report: TerminationReport
     ranks: list[RankEnd]
     stacks: str  # of all threads of processes that hung or waited
+    curves: dict[str, list[list[float]]]  # of rank 0: some pairs of step and value, by name
     flight: list[str]  # copies of NCCL's flight recorder in the same folder, or why there is none
 
 
@@ -92,4 +93,5 @@ class Incident(TypedDict, total=False):
     tails: dict[str, list[str]]  # of some pods that are silent or lost: last lines
     pods: dict[str, int]  # the replica that each served
     stacks: list[int]  # replicas that have some
+    curves: dict[str, list[list[float]]]  # as in Evidence
     flight: list[str]

@@ -175,6 +175,12 @@ def _why(one: argparse.ArgumentParser) -> None:
     _job(one)
     one.add_argument("--all", action="store_true", help="all recorded failures (default: 3)")
     one.add_argument(
+        "--html", metavar="FILE", help="write all of it as one page for a browser; -: to stdout"
+    )
+    one.add_argument(
+        "--events", metavar="FILE", help="with --html: draw the curves of this event log of rank 0"
+    )
+    one.add_argument(
         "--reader",
         action="store_true",
         help="where no pod of the job runs, start one for some seconds that reads what launchers"

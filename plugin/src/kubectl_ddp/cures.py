@@ -103,7 +103,7 @@ def budget(cls: str) -> str:
     return "maxDisruptions" if cls in FREE else "maxRestarts"
 
 
-_BUDGETS = {"maxRestarts": "restart", "maxDisruptions": "disruption"}
+BUDGETS = {"maxRestarts": "restart", "maxDisruptions": "disruption"}
 _WORDS = {
     "User": "the program ended",
     "Killed": "killed from outside the program",
@@ -124,9 +124,9 @@ def charged_to(job: Job, failure: Object) -> str:
     if failure.get("inPlace"):
         return "nothing: it was restarted in place"
     charged = str(failure.get("chargedTo", ""))
-    if charged in _BUDGETS and "charge" in failure:
+    if charged in BUDGETS and "charge" in failure:
         most = job.spec["restart"][charged]
-        return f"{_BUDGETS[charged]} {failure['charge']} of at most {most} ({charged})"
+        return f"{BUDGETS[charged]} {failure['charge']} of at most {most} ({charged})"
     if job.phase == "Failed" and failure == job.failures[-1]:
         return "nothing: it ended the job"
     return f"to {budget(str(failure.get('class', '')))}, by its class; see Spent"

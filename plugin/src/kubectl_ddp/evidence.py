@@ -19,6 +19,7 @@ from kubectl_ddp.kubectl import Failure, Kubectl
 from kubectl_ddp.reader import Consent
 
 _NEEDED: Final = frozenset({"uid", "attempt", "round", "began", "at"})
+_GREATEST: Final = 1e300  # no NaN, and no number of 400 digits, is drawn
 _NO_COMMAND = re.compile("invalid choice: 'evidence'|executable file not found")
 
 
@@ -90,6 +91,8 @@ def _checked(value: Any, kind: Any) -> Any:
         return {name: one for name, one in found.items() if one is not None}
     origin = get_origin(kind)
     if origin not in (list, dict):
+        if kind is float:
+            return value if type(value) in (int, float) and abs(value) < _GREATEST else None
         # A Literal is any string: a newer launcher may know more of them.
         return value if type(value) is (int if kind is int else str) else None
     if type(value) is not origin:

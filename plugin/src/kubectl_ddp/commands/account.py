@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,8 +18,8 @@ from kubectl_ddp.text import clean, duration, table
 
 _BAR = 30
 _PLAIN = re.compile("[0-9]{1,9}")  # as the operator reads a number of GPUs
-_LEAST = 0.0005  # of all: less is no line
-_OF_STATES: Mapping[str, str] = {
+LEAST = 0.0005  # of all: less is no line
+OF_STATES: Mapping[str, str] = {
     "productive": "steps done for the first time",
     "repeated": "steps done again after a resume",
     "data": "waiting for input",
@@ -40,8 +41,19 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     return 0
 
 
-def lines(job: Job, now: datetime) -> list[str]:
-    """Lay out the ledger of a job. Raises Failure where there is none."""
+@dataclass(frozen=True, slots=True)
+class Booked:
+    """A ledger: pod-seconds by state, and by cause those of recovering, the most first."""
+
+    since: datetime
+    until: datetime
+    sums: Mapping[str, float]
+    causes: Mapping[str, float]
+    total: float
+
+
+def booked(job: Job) -> Booked:
+    """Return the ledger of a job. Raises Failure where there is none."""
     ledger = _mapping(job.status.get("ledger"))
     since, until = moment(ledger.get("since")), moment(ledger.get("until"))
     sums, causes = (_numbers(ledger.get(name)) for name in ("podSeconds", "recovering"))
@@ -53,11 +65,19 @@ def lines(job: Job, now: datetime) -> list[str]:
         )
     if not total:
         raise Failure(f"{job.name} is {job.phase} and has had no pods yet: nothing is booked")
+    ordered = dict(sorted(causes.items(), key=lambda cause: -cause[1]))
+    return Booked(since, until, sums, ordered, total)
+
+
+def lines(job: Job, now: datetime) -> list[str]:
+    """Lay out the ledger of a job. Raises Failure where there is none."""
+    found = booked(job)
+    sums, total = found.sums, found.total
     head = [
         f"Job:       {job.namespace}/{job.name}, {job.phase}",
-        f"Pods:      {job.replicas}, {_hours(total)} of pods in all{_gpus(job, total)}",
-        f"Booked:    from {since:%Y-%m-%d %H:%M:%S} to {until:%Y-%m-%d %H:%M:%S} UTC"
-        + _open(job, until, now),
+        f"Pods:      {job.replicas}, {hours(total)} of pods in all{_gpus(job, total)}",
+        f"Booked:    from {found.since:%Y-%m-%d %H:%M:%S} to {found.until:%Y-%m-%d %H:%M:%S} UTC"
+        + _open(job, found.until, now),
     ]
     goodput = job.status.get("goodput")
     if isinstance(goodput, int | float):
@@ -70,21 +90,21 @@ def lines(job: Job, now: datetime) -> list[str]:
     rows = []
     for state in LEDGER_STATES:
         seconds = sums.get(state, 0.0)
-        if seconds / total >= _LEAST:
-            rows.append(_row(state, seconds, total, _OF_STATES[state]))
+        if seconds / total >= LEAST:
+            rows.append(_row(state, seconds, total, OF_STATES[state]))
         if state == "recovering":
-            ordered = sorted(causes.items(), key=lambda cause: -cause[1])
-            rows += [_row(f"  {name}", each, total, "") for name, each in ordered]
+            rows += [_row(f"  {name}", each, total, "") for name, each in found.causes.items()]
     return [*head, "", *table(["WHERE", "POD-TIME", "SHARE", "", ""], rows)]
 
 
 def _row(name: str, seconds: float, total: float, words: str) -> list[str]:
     share = seconds / total
     bar = "#" * round(share * _BAR)
-    return [clean(name), _hours(seconds), f"{share:.1%}", bar, words]
+    return [clean(name), hours(seconds), f"{share:.1%}", bar, words]
 
 
-def _hours(seconds: float) -> str:
+def hours(seconds: float) -> str:
+    """Write pod-time."""
     return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else duration(seconds)
 
 
@@ -93,7 +113,7 @@ def _gpus(job: Job, total: float) -> str:
     limits = _mapping(_mapping(job.trainer.get("resources")).get("limits"))
     found = (str(limits.get(name, "")) for name in GPUS)
     count = next((int(value) for value in found if _PLAIN.fullmatch(value)), 0)
-    return f", {_hours(total * count)} of GPUs" if count else ""
+    return f", {hours(total * count)} of GPUs" if count else ""
 
 
 def _open(job: Job, until: datetime, now: datetime) -> str:

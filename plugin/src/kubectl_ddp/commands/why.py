@@ -13,8 +13,9 @@ from signal import SIGKILL
 
 from ddpjob_contract.evidence import Incident
 from kubectl_ddp import cures, evidence, gang, reader
-from kubectl_ddp.commands import events
+from kubectl_ddp.commands import events, life
 from kubectl_ddp.commands.events import Happening
+from kubectl_ddp.drawing import Failed
 from kubectl_ddp.gang import Job, moment
 from kubectl_ddp.kubectl import Failure, Kubectl, Object
 from kubectl_ddp.text import NONE, clean, duration, ranges, since, width, wrapped
@@ -48,9 +49,9 @@ class Case:
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Print the page; raise Failure."""
+    """Print the page, or write it as HTML; raise Failure."""
     job = gang.find_job(kubectl, options.job)
-    notes: list[str] = []
+    notes: dict[str, str] = {}
     story: list[Happening] = []
     warned = ""
     try:
@@ -58,22 +59,26 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
         if any(one["reason"] == _CREATING for one in true(job)):
             warned = events.warned(kubectl, job)
     except Failure as failure:
-        notes.append(f"without Events: {failure}")
+        notes["Events"] = f"without Events: {failure}"
     found = _incidents(kubectl, job, options, notes) if job.status.get("attempt") else []
-    known = cases(job, story, found, everything=options.all)
+    known = cases(job, story, found, everything=options.all or bool(options.html))
+    if options.html:
+        failed = [_failed(job, case, number) for number, case in enumerate(known, 1)]
+        made = life.story(job, failed, list(facts(job, found, warned)), found, story, notes)
+        return life.write(options.html, made, options.events)
     shown = known if options.all else known[:_SHOWN]
     lines = [*head(job, found, datetime.now(UTC), width(), warned), ""]
     for number, case in enumerate(shown, 1):
         lines += [*page(job, case, number, datetime.now(UTC), width()), ""]
     if len(known) > len(shown):
         lines.append(f"{len(known) - len(shown)} earlier: kubectl ddp why {job.name} --all")
-    lines += [f"({clean(note)})" for note in notes if known]
+    lines += [f"({clean(note)})" for note in notes.values() if known]
     print("\n".join(lines).rstrip())
     return 0
 
 
 def _incidents(
-    kubectl: Kubectl, job: Job, options: argparse.Namespace, notes: list[str]
+    kubectl: Kubectl, job: Job, options: argparse.Namespace, notes: dict[str, str]
 ) -> list[Incident]:
     """Read the evidence; note why there is none."""
     try:
@@ -82,7 +87,7 @@ def _incidents(
         said = evidence.read(kubectl, job, members, "ls", "--json", allowed=allowed)
         return [one for one in evidence.parsed(said) if one["uid"] == job.uid]
     except Failure as failure:
-        notes.append(f"without what launchers kept beside the snapshots: {failure}")
+        notes["Evidence"] = f"without what launchers kept beside the snapshots: {failure}"
         return []
 
 
@@ -100,35 +105,36 @@ def head(
     job: Job, found: Sequence[Incident], now: datetime, columns: int, warned: str = ""
 ) -> list[str]:
     """Tell what the job is doing, and what keeps it from more; ``warned``: a pod's Event."""
-    status = job.status
-    attempt = f", attempt {status['attempt']}" if status.get("attempt") else ""
+    attempt = f", attempt {job.status['attempt']}" if job.status.get("attempt") else ""
     lines = [
         f"{job.namespace}/{job.name} is {job.phase or 'not seen yet by the operator'}{attempt}"
     ]
+    lines += [line for row in facts(job, found, warned) for line in _row(*row, columns)]
+    return lines if job.failures or not job.phase else [*lines, "It has had no failure."]
+
+
+def facts(job: Job, found: Sequence[Incident], warned: str) -> Iterator[tuple[str, str]]:
+    """Yield what is known of the job as a whole."""
     if not job.phase:
-        return [*lines, *_row("Do", "does the operator run? kubectl get deployments -A", columns)]
+        yield "Do", "does the operator run? kubectl get deployments -A"
+        return
     for one in true(job):
-        lines += _row(one["type"], f"{one['reason']}: {one['message']}", columns)
+        yield one["type"], f"{one['reason']}: {one['message']}"
         if warned and one["reason"] == _CREATING:
-            lines += _row("Event", warned, columns)
+            yield "Event", warned
         if cure := cures.of_condition(str(one["reason"]), job.name):
-            lines += _row("Do", cure, columns)
-    progress = status.get("progress") or {}
+            yield "Do", cure
+    progress = job.status.get("progress") or {}
     if "step" not in progress and (shown := progress.get("stepOfTotal")):
-        lines += _row("Progress", f"step {shown}, as the program has printed it", columns)
+        yield "Progress", f"step {shown}, as the program has printed it"
     elif "step" in progress:
         total = f"/{progress['totalSteps']}" if progress.get("totalSteps") else ""
         snapshot = progress.get("snapshotStep")
         kept = "none yet" if snapshot is None else f"of step {snapshot}"
-        lines += _row(
-            "Progress", f"step {progress['step']}{total}, newest snapshot {kept}", columns
-        )
-    lines += _row("Spent", cures.spent(job), columns)
+        yield "Progress", f"step {progress['step']}{total}, newest snapshot {kept}"
+    yield "Spent", cures.spent(job)
     if job.phase == "Suspended" and found and (saved := _saved(job, found[0])) is not None:
-        lines += _row("Saved", f"step {saved}, when it was suspended", columns)
-    if not job.failures:
-        lines.append("It has had no failure.")
-    return lines
+        yield "Saved", f"step {saved}, when it was suspended"
 
 
 def _saved(job: Job, newest: Incident) -> int | None:
@@ -216,6 +222,24 @@ def page(job: Job, case: Case, number: int, now: datetime, columns: int) -> list
         else:
             lines += _row(title, text, columns)
     return lines
+
+
+def _failed(job: Job, case: Case, number: int) -> Failed:
+    """Make a failure's part of the HTML page. Its lane is the attempt of the round it ended."""
+    found = dict(_rows(job, case))
+    old = found.pop("Last lines", "")
+    attempt = int((case.incident or case.failure).get("attempt", 0))
+    kind = cures.BUDGETS.get(str(case.failure.get("chargedTo")), "nothing")
+    seen = f"{case.at:%Y-%m-%d %H:%M:%S} UTC, attempt {attempt}"
+    when = f"{seen}, round {case.failure.get('round', NONE)}"
+    rows, log = list(found.items()), _last_lines(case)
+    return Failed(number, attempt, case.at, when, _lost_where(case), kind, rows, log, old)
+
+
+def _lost_where(case: Case) -> str:
+    replica, node = case.failure.get("replica"), case.failure.get("node", "")
+    who = "the whole gang" if replica is None else f"replica {replica}"
+    return f"{who} on {node}" if node else who
 
 
 def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:

@@ -102,7 +102,7 @@ _NEEDED: Final[Mapping[str, type]] = {
 }  # fmt: skip
 _OPTIONAL: Final[Mapping[str, type]] = {
     "made": int, "why": str, "signal": int, "cause": dict, "lost": dict, "report": dict,
-    "stacks": str, "flight": list,
+    "stacks": str, "flight": list, "curves": dict,
 }  # fmt: skip
 _OF_RANK: Final[Mapping[str, type]] = {
     "code": int, "signal": int, "exception": str, "step": int, "snapshotStep": int,
@@ -163,6 +163,7 @@ def incident(found: Round) -> Incident:
         "silent": {one["pod"]: one["at"] for one in silent} if over else None,
         "tails": {one["pod"]: _tail(one) for one in gone[:_TAILS]},
         "nproc": found.nproc,
+        "curves": next((one["curves"] for one in files if one.get("curves")), None),
         "step": _most(ranks, "step"),
         "snapshotStep": _most(ranks, "snapshotStep"),
         "pods": {one["pod"]: one["replica"] for one in files},

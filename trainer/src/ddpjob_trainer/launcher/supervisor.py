@@ -59,7 +59,7 @@ class Supervisor:
         self._summary = Summary(config, self._tick)
         self._counted = LauncherMetrics()
         self._reading = Reading(config.output, self._log.say, forms=not config.uses_our_library)
-        self._evidence = evidence.Keeper(config, self._log.say)
+        self._evidence = evidence.Keeper(config, self._log.say, self._reading)
         # Beside rank 0, which is a worker of this launcher.
         log = EventLog(config.events) if config.events and config.replica == 0 else None
         self._events = Events(log)

@@ -26,9 +26,12 @@ from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.output import KEPT_LINES
-from ddpjob_trainer.launcher.reports.state import known
+from ddpjob_trainer.launcher.printed import Reading
+from ddpjob_trainer.launcher.reports.curves import Curves
+from ddpjob_trainer.launcher.reports.state import known, numbers
 from ddpjob_trainer.launcher.reports.termination import Ended
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
+from ddpjob_trainer.liveness.heartbeat import VALUES, read_report
 
 #: Gives the last lines of a rank, so many at most.
 Tail = Callable[[int, int], list[str]]
@@ -51,7 +54,7 @@ _FLIGHT_DEFAULTS: Final = ("~/.cache/torch/comm_lib_trace_rank_", "/tmp/nccl_tra
 class Keeper:
     """Keeps one launcher's evidence; without a snapshot directory it does nothing."""
 
-    def __init__(self, config: LaunchConfig, say: Callable[[str], None]) -> None:
+    def __init__(self, config: LaunchConfig, say: Callable[[str], None], reading: Reading) -> None:
         root = config.env.snapshot_dir
         self._writer = Writer(root, say) if root else None
         self._say = say
@@ -59,6 +62,10 @@ class Keeper:
         self._tail: Tail = lambda rank, most: []
         self._workers: WorkerGroup | None = None
         self._tails: list[list[str]] = []
+        self._reading = reading
+        self._curves = Curves()
+        self._stale: Mapping[str, float] = {}  # printed in the round before
+        self._drawn: dict[str, list[list[float]]] = {}  # as written
         self._stacks = ""
         self._began = 0.0
         self._due = 0.0
@@ -69,21 +76,26 @@ class Keeper:
         """Turn to a round that begins."""
         self._config, self._workers, self._tail = config, workers, tail
         self._tails, self._stacks = [], ""
+        self._curves, self._drawn = Curves(), {}
+        self._stale = self._reading.reader.numbers.metrics
         self._began = time.time()
         self._due = now + _FIRST_SECONDS
         self._pruned = False
         self._last = None
 
     def tick(self, stacks: str, now: float) -> None:
-        """Write last lines from time to time, if there are new ones."""
+        """Write last lines and numbers from time to time, if there are new ones."""
         self._stacks = stacks
         workers = self._workers
-        if self._writer is None or workers is None or self._last or now < self._due:
+        if self._writer is None or workers is None or self._last:
+            return
+        self._look(workers)
+        if now < self._due:
             return
         self._due = now + max(_EVERY_SECONDS, self._config.replicas / _FILES_A_SECOND)
-        tails = self._read()
-        if tails != self._tails:
-            self._tails = tails
+        tails, drawn = self._read(), self._curves.read()
+        if (tails, drawn) != (self._tails, self._drawn):
+            self._tails, self._drawn = tails, drawn
             self._put(self._body(workers, tails, over=False))
 
     def stopped(self, hub: Hub | None, why: str) -> None:
@@ -95,6 +107,7 @@ class Keeper:
         if self._writer is None or workers is None or any(one.drill for one in workers.exits):
             return
         tails = self._read()
+        self._look(workers)
         self._last = self._body(workers, tails, over=True)
         self._last |= _known(why=why or None, lost=_lost(hub, workers.round))
         self._put(self._last, flights=self._flights())
@@ -121,6 +134,7 @@ class Keeper:
         if first >= 0:
             said["cause"] = {"rank": first, "replica": first // self._config.nproc}
         tails = self._read()
+        self._look(workers)
         body = self._body(workers, tails, over=True, signal=ended.signal)
         self._put(body | said, flights=self._flights())
         hurry = ended.signal and code
@@ -161,6 +175,19 @@ class Keeper:
     def _read(self) -> list[list[str]]:
         return [self._tail(rank, KEPT_LINES) for rank in self._ranks]
 
+    def _look(self, workers: WorkerGroup) -> None:
+        """Take in rank 0's newest step, loss and own numbers."""
+        if self._config.replica:
+            return
+        state, printed = workers.state(0), self._reading.reader.numbers
+        step, loss = printed.step, printed.loss
+        if state is not None and state.phase != "startup":
+            step, loss = state.step, state.loss
+        values = {} if printed.metrics is self._stale else printed.metrics
+        values = {**values, **numbers(read_report(workers.state_dir, VALUES))}
+        if step is not None:
+            self._curves.add(step, values if loss is None else {"loss": loss, **values})
+
     def _put(self, body: Evidence, flights: tuple[Flight, ...] = ()) -> None:
         assert self._writer is not None
         replica = body["replica"]
@@ -193,6 +220,7 @@ class Keeper:
                 for local, lines in enumerate(tails)
             ],
             stacks=self._stacks.encode()[: folder.MOST_STACKS].decode(errors="ignore") or None,
+            curves=self._curves.read() or None,
         )
 
     def _rank(
