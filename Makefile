@@ -76,7 +76,7 @@ unit: setup ## tests of pure code and of the operator in a model of a cluster, a
 	@$(PYTEST) $(wildcard tests/unit tests/model) $(ARGS)
 
 .PHONY: mutations
-mutations: setup ## decisive lines made wrong, each of which a test must find out; writes docs/internals/mutations.md
+mutations: setup ## decisive lines made wrong, each of which a test must find out; writes tests/mutations/mutations.md
 	@PYTHONPATH=tests $(BIN)/python -m mutations
 
 # Hours: every pair of faults, and as many random stories. SOAK=2/8 plays the second of eight shares.
@@ -179,11 +179,11 @@ studies: setup ## what the literature says of DDP, settled with figures (studies
 	@$(BIN)/python studies/recordings.py --into studies
 	@$(BIN)/python studies/pictures.py
 
-SOAK_PAGE := --minutes 30 --seed 7 --json docs/internals/soak.json --page docs/internals/soak.md
+SOAK_PAGE := --minutes 30 --seed 7 --json tests/soak/soak.json --page tests/soak/soak.md
 .PHONY: evidence
 evidence: studies mutations programs ## write the pages of evidence, which make check does not compare
 	@DDPJOB_WRITE_PAGES=1 $(PYTEST) tests/api/test_odd_manifests.py
-	@echo "docs/internals/soak.md takes as long as you like: make soak-cluster ARGS='$(SOAK_PAGE)'"
+	@echo "tests/soak/soak.md takes as long as you like: make soak-cluster ARGS='$(SOAK_PAGE)'"
 
 .PHONY: manifests
 manifests: setup ## what is made from other files: manifests/, docs/reference/api.md, docs/llms.txt, diagrams, pictures, diffs

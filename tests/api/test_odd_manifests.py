@@ -1,4 +1,4 @@
-"""What becomes of odd DDPJobs, and when: docs/internals/odd-manifests.md is what was seen."""
+"""What becomes of odd DDPJobs, and when: tests/api/odd-manifests.md is what was seen."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from support.arena import Arena
 from support.cluster import ROOT
 from support.rest import JOBS, Object, RestError, eventually
 
-PAGE = ROOT / "docs" / "internals" / "odd-manifests.md"
+PAGE = ROOT / "tests" / "api" / "odd-manifests.md"
 #: What a machine that is slow brings about, and what it is told of that; it passes by itself.
 _PASSING = re.compile(r"ContainerCreating: |Unschedulable: .*no scheduler has looked at it yet")
 _HEAD = re.compile(r'^(\S+ "[^"]*" is invalid|DDPJob in .* cannot be handled as a DDPJob): ')
@@ -70,7 +70,7 @@ def written(found: dict[str, tuple[str, str]], namespace: str) -> str:
         "each: at `kubectl apply`, or in a condition of the job (`kubectl describe`), before any",
         "pod runs. None ends as Failed for it. `good`: the API server accepts job and pod.",
         "`Invalid`: suspend the job, apply the corrected manifest, resume",
-        "([reasons.md](../reference/reasons.md)). Of a message the page has the first 80",
+        "([reasons.md](../../docs/reference/reasons.md)). Of a message the page has the first 80",
         "characters; `env[N]` counts what ddpjob sets first.",
         "",
         "| | when | what it says |",

@@ -1,6 +1,6 @@
 """`make mutations`: each mutation of table.py in a copy of the checkout, where a test must fail.
 
-Writes docs/internals/mutations.md with the test that found each out; fails if one goes unnoticed.
+Writes tests/mutations/mutations.md with the test that found each out; fails if one goes unnoticed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 _STUCK = 120  # seconds after which a test is stuck, which finds a mutation out as well
-PAGE = ROOT / "docs/internals/mutations.md"
+PAGE = ROOT / "tests/mutations/mutations.md"
 HEAD = """# Mutations
 
 Decisive lines made wrong on purpose, and the first test of the gate that found each out.

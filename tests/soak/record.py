@@ -15,7 +15,7 @@ while faults in an order drawn from a seed, each kind once before any comes twic
 pods, nodes, the control plane, the operators and the disk. Every run must end in the weights of an
 undisturbed one, no job may stand still, and every write that the API server's watch tells of is
 held against the invariants of `tests/support/invariants.py`. The script has written this page and
-docs/internals/soak.json.
+tests/soak/soak.json.
 
 """
 FAULTS_HEAD = ("| Fault | times |", "|---|---|")
@@ -54,7 +54,7 @@ class Record:
 
 
 def page(found: Mapping[str, Any], kinds: Mapping[str, str]) -> str:
-    """docs/internals/soak.md. ``kinds``: what each kind of fault is."""
+    """tests/soak/soak.md. ``kinds``: what each kind of fault is."""
     runs, hits = found["runs"], [one for one in found["hits"] if not one["missed"]]
     verdict = [run["weights"].partition(":")[0] for run in runs]
     counts = {word: verdict.count(word) for word in ("equal", "differ", "unread")}

@@ -1,7 +1,7 @@
 """The soak: jobs on a real cluster under faults drawn from a seed, for as long as you like.
 
     make soak-cluster \
-        ARGS='--minutes 30 --seed 7 --json docs/internals/soak.json --page docs/internals/soak.md'
+        ARGS='--minutes 30 --seed 7 --json tests/soak/soak.json --page tests/soak/soak.md'
     make soak-cluster ARGS='--losses --minutes 60 --json FILE': pods and launchers alone are lost
 
 Ends with 1 when a run ended in other weights, a job stood still or failed, or an invariant did not
