@@ -7,7 +7,7 @@ API server and the page cannot disagree.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,14 +22,7 @@ INTRO = """\
 ddpjob.spec --recursive`. Fields that are not listed are refused by `kubectl apply`, except
 inside the pod template and in `spec.snapshot.volume`, which take whatever Kubernetes takes.
 So is what breaks a rule between fields, with the field and the cure. Durations are in seconds.
-
-| Short | means |
-|---|---|
-| replica | a pod of the gang, 0 to replicas-1 |
-| rank | a training process, 0 to replicas*nprocPerNode-1 |
-| attempt | one incarnation of the gang's pods, from 1 |
-| round | one incarnation of its processes within an attempt, from 0 |
-| node | a machine of the cluster |
+Words: [glossary.md](glossary.md).
 """
 
 Schema = Mapping[str, Any]
@@ -71,14 +64,26 @@ def _columns(version: Schema) -> str:
 
 
 def _table(schema: Schema, prefix: str) -> str:
-    lines = ["| Field | Type | Default | Description |", "|---|---|---|---|"]
+    """Return the rows of all fields; those of one parent with the same description share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
     for row in _walk(schema, prefix, []):
-        default = _default(row.schema, row.required)
         cell = _cell(row.schema) + (
             f" Its fields are those of `{row.same_as}`." * bool(row.same_as)
         )
-        lines.append(f"| `{row.path}` | {_type(row.schema)} | {default} | {cell} |")
+        parent = row.path.rpartition(".")[0]
+        default = _default(row.schema, row.required)
+        rows.setdefault((parent, _type(row.schema), default, cell), []).append(row.path)
+    own = schema["properties"].values()
+    heads = ["Field", "Type", *["Default"] * any("default" in each for each in own), "Description"]
+    lines = [_row(heads), "|---" * len(heads) + "|"]
+    for (_, kind, default, cell), paths in rows.items():
+        fields = ", ".join(f"`{path}`" for path in paths)
+        lines.append(_row([fields, kind, *[default] * ("Default" in heads), cell]))
     return "\n".join(lines) + "\n"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _walk(schema: Schema, prefix: str, shown: list[tuple[str, Schema]]) -> Iterator[Row]:

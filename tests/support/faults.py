@@ -39,7 +39,7 @@ def page() -> str:
         for function, mark in marks.items():
             if found[2] in mark.rows:
                 path, _, test = function.partition("::")
-                kind = f"{Path(path).parts[1]} ({mark.tier}): "
+                kind = f"{Path(path).parts[1]}: "
                 shown.setdefault(kind, []).append(f"`{Path(path).name}::{test}`")
         return f"{found[1]} {'<br>'.join(k + '<br>'.join(t) for k, t in shown.items())} |"
 
