@@ -15,6 +15,7 @@ import pytest
 from support.cluster import wait_for
 from support.launching import PATHS
 from support.manifest import blocks
+from support.plugin import wheel
 from support.site import Site
 
 #: A script and what it imports; no torch, whose start would be all that the test lasts.
@@ -78,13 +79,8 @@ print(f"rank {rank} is done", flush=True)
 
 def test_from_a_script_to_its_log_and_its_results_in_two_commands(site, here):
     (here / "alone.py").write_text(ALONE)
-    words = "alone.py --output out --cpu 100m --memory 64Mi --snapshots train-snapshots --claim 1Gi"
-    done = ddpjob(here, "run", *words.split())
-    assert done.returncode == 0, done.stderr
-    [name] = re.findall(r"^(alone-\w{5}): created in", done.stderr, re.MULTILINE)
-    for rank in (0, 1):
-        assert f"[pod/{name}-{rank}/trainer] rank {rank} is done" in done.stdout.splitlines()
-    assert f"{name}: Succeeded, after" in done.stderr
+    name, lines = ended(here, "alone.py", "--output", "out", *SMALL)
+    assert {f"[pod/{name}-{rank}/trainer] rank {rank} is done" for rank in (0, 1)} <= lines
     home = ddpjob(here, "cp", name, "results", "--yes")
     assert home.returncode == 0, home.stderr
     assert sorted(one.name for one in (here / "results").iterdir()) == ["rank-0", "rank-1"]
@@ -96,6 +92,38 @@ def test_from_a_script_to_its_log_and_its_results_in_two_commands(site, here):
         lambda: not site.kubectl("get", "configmap", f"{name}-files", "--ignore-not-found").stdout,
         "the files to go with their job",
     )
+
+
+SMALL = ("--cpu", "100m", "--memory", "64Mi", "--snapshots", "train-snapshots", "--claim", "1Gi")
+
+
+@pytest.mark.tier("all")
+def test_more_files_come_with_the_same_command_by_the_claim(site, here):
+    (here / "data").mkdir()
+    (here / "data/large.bin").write_bytes(bytes(3 * 10**6))
+    (here / "alone.py").write_text("import os; print(os.path.getsize('data/large.bin'))\n")
+    name, lines = ended(here, "alone.py", "data", *SMALL)
+    assert {f"[pod/{name}-{rank}/trainer] 3000000" for rank in (0, 1)} <= lines
+    site.delete(name)
+
+
+@pytest.mark.tier("all")
+def test_packages_come_at_the_start_though_the_image_has_no_pip(site, here):
+    (here / "needs.txt").write_text(wheel(here, "seven", "Requires-Dist: numpy\n"))
+    (here / "alone.py").write_text("import seven; print(seven.x)\n")
+    files = ("alone.py", "seven-1-py3-none-any.whl", "--pip", "needs.txt")
+    name, lines = ended(here, *files, "--env", "PIP_NO_INDEX=1", *SMALL)
+    assert {f"[pod/{name}-{rank}/trainer] 7" for rank in (0, 1)} <= lines
+    site.delete(name)
+
+
+def ended(here: Path, *words: str) -> tuple[str, set[str]]:
+    """Run a script; its job's name, and the lines of its pods."""
+    done = ddpjob(here, "run", *words)
+    assert done.returncode == 0, done.stderr
+    [name] = re.findall(r"^(alone-\w{5}): created in", done.stderr, re.MULTILINE)
+    assert f"{name}: Succeeded, after" in done.stderr
+    return name, set(done.stdout.splitlines())
 
 
 def ddpjob(here: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,3 +111,14 @@ def pod(replica: int, attempt: int, state: str = "running") -> dict[str, Any]:
         "spec": {"containers": [{"name": "t"}]},
         "status": {"containerStatuses": [{"name": "t", "state": {state: {}}}]},
     }
+
+
+def wheel(folder: Path, name: str, needs: str = "") -> str:
+    """Write a package x = 7 of that name; return it as a requirement."""
+    with zipfile.ZipFile(folder / f"{name}-1-py3-none-any.whl", "w") as made:
+        made.writestr(f"{name}.py", "x = 7\n")
+        about = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n{needs}"
+        made.writestr(f"{name}-1.dist-info/METADATA", about)
+        made.writestr(f"{name}-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        made.writestr(f"{name}-1.dist-info/RECORD", "")
+    return f"./{name}-1-py3-none-any.whl"

@@ -27,13 +27,13 @@ MOST_LINES = {
     "operator/src": 11_999,
     "trainer/src": 27_678,
     "tools/src": 5_310,
-    "plugin/src": 4_752,
+    "plugin/src": 4_921,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 63_576,
+    "tests": 63_704,
 }
-MOST_WORDS = 55_940  # of all pages in docs
+MOST_WORDS = 56_006  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
     r"\b(told|anew|mend(s|ed|ing)?|stands|whoever|whom|of its own)\b", re.IGNORECASE

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from kubectl_ddp import cli, gang
 from kubectl_ddp.commands import logs
 from kubectl_ddp.kubectl import Failure, Kubectl
+from kubectl_ddp.script import manifest, upload
 from support import plugin
 
 PVC = "pvc train-snapshots"
@@ -131,3 +134,88 @@ def test_ctrl_c_asks_whether_the_job_goes_on(run, capsys, monkeypatch, answer, g
     assert ("Leave train-" in said) == (answer is not None)
     assert ("delete ddpjobs" in server.said) == (not goes_on)
     assert ("`kubectl ddp logs -f train-" in said) == goes_on
+
+
+def test_files_that_no_config_map_holds_are_laid_on_the_claim_before(run, capsys, monkeypatch):
+    server, laid = Server(), []
+    monkeypatch.setattr(
+        upload, "lay", lambda _, __, files, folder: laid.append((server.said[:], [*files], folder))
+    )
+    Path("data").mkdir()
+    Path("data/large.bin").write_bytes(bytes(manifest.MOST_BYTES))
+    Path("needs.txt").write_text("one")
+    assert run(server, "data", "--name", "n", "--pip", "needs.txt") == 0
+    folder = "/snapshots/n/files"
+    assert laid == [(["create PersistentVolumeClaim"], ["train.py", "data/large.bin"], folder)]
+    pod = server.made["DDPJob"]["spec"]["template"]["spec"]
+    (trainer,), (pip,) = pod["containers"], pod["initContainers"]
+    assert trainer["command"][2:5] == ["--files", folder, "--anew"]
+    assert [one["name"] for one in trainer["volumeMounts"]] == ["work", "packages"]
+    assert [one["name"] for one in pip["volumeMounts"]] == ["files", "packages"]
+    assert server.made["ConfigMap"]["data"] == {"needs.txt": "one"}
+    monkeypatch.setattr(manifest, "MOST_UPLOADED", 10**6)
+    assert run(server, "data") == 1
+    assert "the largest data/large.bin: what travels may have 1000000" in capsys.readouterr().err
+
+
+#: The pod runs at once, and its commands run here.
+POD = """
+case "$1" in
+  create) cat > "$HERE/pod.json" ;;
+  get) echo '{"metadata": {}, "spec": {}, "status": {"phase": "Running"}}' ;;
+  delete) touch "$HERE/deleted" ;;
+  exec) while [ "$1" != -- ]; do shift; done; shift; exec "$@" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_the_claim_gets_the_files_alone_and_no_pod_stays(monkeypatch, tmp_path, works):
+    for name, value in plugin.fake_kubectl(tmp_path, POD).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "large").write_bytes(bytes(10**6))
+    (tmp_path / "link").symlink_to("large")
+    folder = tmp_path / "claim/j/files"
+    (folder / "old").mkdir(parents=True)
+    job = plugin.job()
+    job["spec"]["snapshot"] = {"path": "/s", "volume": {"persistentVolumeClaim": {}}}
+    trainer = {"image": "i", "securityContext": {"x": 1}}
+    job["spec"]["template"] = {"spec": {"securityContext": {"y": 2}, "containers": [trainer]}}
+    if not works:
+        (tmp_path / "tar").write_text("#!/bin/sh\necho no space >&2; exit 2\n")
+        (tmp_path / "tar").chmod(0o755)
+    files = {"a/large": tmp_path / "large", "link": tmp_path / "link"}
+    if works:
+        upload.lay(Kubectl(), job, files, str(folder))
+        assert {str(one.relative_to(folder)) for one in folder.rglob("*")} == {"a", *files}
+        assert (folder / "link").read_bytes() == bytes(10**6)
+        assert not (folder / "link").is_symlink()
+    else:
+        with pytest.raises(Failure, match="no space"):
+            upload.lay(Kubectl(), job, files, str(folder))
+    made = json.loads((tmp_path / "pod.json").read_text())["spec"]
+    assert (made["securityContext"], made["containers"][0]["image"]) == ({"y": 2}, "i")
+    assert (tmp_path / "deleted").exists()
+
+
+@pytest.mark.tier("gate")
+def test_packages_come_at_the_start_and_replace_none_of_the_images(tmp_path):
+    """As the init container does, by an interpreter without pip."""
+    script = manifest._PIP.replace(manifest._PACKAGES, str(tmp_path / "packages"))
+    env = {"PATH": f"{Path(sys.executable).parent}:/bin:/usr/bin", "PIP_NO_INDEX": "1"}
+
+    def install(name: str, needs: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "needs.txt").write_text(plugin.wheel(tmp_path, name, needs))
+        return subprocess.run(
+            ["sh", "-c", script, "sh", "needs.txt"], cwd=tmp_path, env=env, text=True,
+            capture_output=True, check=False,
+        )  # fmt: skip
+
+    done = install("seven", "Requires-Dist: numpy\n")
+    assert done.returncode == 0, done.stderr
+    site = {"PYTHONPATH": str(tmp_path / "packages/site")}
+    subprocess.run([sys.executable, "-c", "import seven; seven.x"], env=site, check=True)
+    assert os.listdir(site["PYTHONPATH"]).count("numpy") == 0, "it is in the image"  # noqa: PTH208
+    refused = install("other", "Requires-Dist: numpy<1\n")
+    assert refused.returncode != 0
+    assert "depends on numpy<1" in refused.stdout

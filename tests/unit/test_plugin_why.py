@@ -507,7 +507,7 @@ def test_root_is_refused_unless_the_job_is_trusted(
     cluster, capsys, monkeypatch, pod, container, refused
 ):
     made: list[Any] = []
-    monkeypatch.setattr(reader, "_made", lambda *words: contextlib.nullcontext(made.append(words)))
+    monkeypatch.setattr(reader, "made", lambda *words: contextlib.nullcontext(made.append(words)))
     found = job("Failed")
     template = found.obj["spec"]["template"]["spec"]
     template["securityContext"] = pod
@@ -670,7 +670,7 @@ def test_the_url_of_uploads_is_shown_without_its_password(tmp_path):
     "container has runAsNonRoot and image has non-numeric user (me), cannot verify user",
 ])  # fmt: skip
 def test_an_image_that_runs_as_root_is_said_with_the_flag(cluster, capsys, monkeypatch, words):
-    monkeypatch.setattr(reader, "_made", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(reader, "made", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(reader, "_SECONDS", 0.0)
     waiting = {"reason": "CreateContainerConfigError", "message": words}
     status = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": waiting}}]}

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import secrets
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ from ddpjob_contract import USER_ENV
 from ddpjob_contract.text import clean as one_line
 from ddpjob_contract.text import without_credentials
 from kubectl_ddp.gang import Job
-from kubectl_ddp.kubectl import Failure, Kubectl, Object, explained
+from kubectl_ddp.kubectl import Failure, Kubectl, Object
 from kubectl_ddp.text import clean
 
 UPLOAD = USER_ENV[0]
@@ -114,8 +113,8 @@ def read(kubectl: Kubectl, job: Job, command: Sequence[str], allowed: Consent) -
     """Run a command in a pod with the volume; return its output. Raises Failure."""
     body = _agreed(job, command, allowed, by_hand(job))
     name = body["metadata"]["name"]
-    with _made(kubectl, job, body, by_hand(job)):
-        phase, body = _reached(kubectl, job, name, allowed, by_hand(job))
+    with made(kubectl, body, by_hand(job)):
+        phase, body = reached(kubectl, body, by_hand(job), trusted=allowed.trusted)
         said = kubectl.read("logs", "-n", job.namespace, name)
     if "hostPath" in (job.spec["snapshot"].get("volume") or {}) and not allowed.node:
         what = f"this is what {body['spec'].get('nodeName', 'a node')} has"
@@ -141,10 +140,10 @@ def opened(kubectl: Kubectl, job: Job, allowed: Consent) -> Iterator[str]:
     spec["activeDeadlineSeconds"] = _OPEN_SECONDS
     del container["resources"]["limits"]  # a model may be exported
     _give_scratch(spec)
-    with _made(kubectl, job, body, hand):
+    with made(kubectl, body, hand):
         ends = ("Running", "Succeeded", "Failed")
         name = str(body["metadata"]["name"])
-        phase, _ = _reached(kubectl, job, name, allowed, hand, ends)
+        phase, _ = reached(kubectl, body, hand, ends, trusted=allowed.trusted)
         if phase != "Running":
             raise Failure(
                 f"pod {name} does not stay: its image may have no `sleep`; by hand: {hand}"
@@ -267,26 +266,27 @@ def _taken(found: Object, *names: str) -> Object:
 
 
 @contextlib.contextmanager
-def _made(kubectl: Kubectl, job: Job, body: Object, hand: str) -> Iterator[None]:
-    """Create the pod, and delete it whatever happens. Raises Failure."""
-    name = body["metadata"]["name"]
-    where = ("-n", job.namespace)
+def made(kubectl: Kubectl, body: Object, hand: str) -> Iterator[None]:
+    """Create the pod, and delete it whatever happens. Raises Failure, which names ``hand``."""
+    name, where = body["metadata"]["name"], _where(body)
     try:
-        with kubectl.running(
-            "create", *where, "-f", "-",
-            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        ) as process:  # fmt: skip
-            _, said = process.communicate(json.dumps(body))
-        if process.returncode:
-            raise Failure(f"{explained(said)}; by hand: {hand}")
+        try:
+            kubectl.read("create", *where, "-f", "-", given=json.dumps(body))
+        except Failure as failure:
+            raise Failure(f"{failure}; by hand: {hand}") from None
         yield
     finally:
         delete = ("delete", "pod", *where, name, "--ignore-not-found", "--wait=false", "--now")
         try:
             kubectl.read(*delete)
         except Failure as failure:
-            said = f"pod {name} is left: kubectl delete pod {name} -n {job.namespace}"
+            said = f"pod {name} is left: kubectl delete pod {name} {' '.join(where)}".rstrip()
             print(f"kubectl-ddp: {clean(str(failure))}; {said}", file=sys.stderr)
+
+
+def _where(body: Object) -> tuple[str, ...]:
+    namespace = body["metadata"].get("namespace")
+    return ("-n", namespace) if namespace else ()  # else kubectl's own
 
 
 def by_hand(job: Job, command: str = "ddpjob-trainer evidence show") -> str:
@@ -298,18 +298,19 @@ def by_hand(job: Job, command: str = "ddpjob-trainer evidence show") -> str:
     return f"`{command} {path}/{job.name}` in a pod that mounts {what} at {path}"
 
 
-def _reached(
+def reached(
     kubectl: Kubectl,
-    job: Job,
-    name: str,
-    allowed: Consent,
+    body: Object,
     hand: str,
     phases: Sequence[str] = ("Succeeded", "Failed"),
+    *,
+    trusted: bool = True,
 ) -> tuple[str, Object]:
     """Wait until the pod is in one of the phases; return that and its object. Raises Failure."""
+    name, where = body["metadata"]["name"], _where(body)
     begun, shown = time.monotonic(), ""
     while True:
-        body = kubectl.get("pod", "-n", job.namespace, name)
+        body = kubectl.get("pod", *where, name)
         phase = str((body.get("status") or {}).get("phase", ""))
         if phase in phases:
             return phase, body
@@ -320,7 +321,7 @@ def _reached(
                 " number; --trust-job lets it, where you would let the job's owner do so"
             )
         if waited > _SECONDS:
-            more = "" if allowed.trusted else "with --trust-job it goes where the job's pods go; "
+            more = "" if trusted else "with --trust-job it goes where the job's pods go; "
             late = f"pod {name} has not run within {_SECONDS:.0f} s: {why}"
             raise Failure(f"{late}; {more}by hand: {hand}")
         if waited > _SAY_AFTER and why != shown:

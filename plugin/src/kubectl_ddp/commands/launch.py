@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 from ddpjob_contract import crd
@@ -21,8 +21,9 @@ from kubectl_ddp.commands import logs
 from kubectl_ddp.commands.status import FAILED, failure_line
 from kubectl_ddp.gang import Job, moment
 from kubectl_ddp.kubectl import DDPJOBS, Failure, Kubectl, Object
-from kubectl_ddp.script import manifest
+from kubectl_ddp.script import manifest, upload
 from kubectl_ddp.script.dump import dumped
+from kubectl_ddp.script.manifest import Made
 from kubectl_ddp.text import clean, since
 
 _HEAD = "# Written by kubectl ddp init; `kubectl explain ddpjob.spec` describes every field.\n"
@@ -37,7 +38,7 @@ _UNSEEN = 3  # looks within which the operator's first word comes
 
 def init(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print the manifest; raise Failure."""
-    return _print(manifest.objects(options))
+    return _print(manifest.make(options))
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
@@ -49,20 +50,22 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if not options.snapshots:
         options.snapshots = f"{base}-snapshots"
         options.claim = options.claim or _SIZE
-    objects = manifest.objects(options)
+    made = manifest.make(options, may_upload=True)
     if options.dry_run:
-        return _print(objects)
-    job = _created(kubectl, objects)
+        if made.uploads:
+            _say(f"not in the manifest: the files, which run lays into {made.folder} of the claim")
+        return _print(made)
+    job = _created(kubectl, made)
     try:
         return _followed(kubectl, job)
     except KeyboardInterrupt:
         return _interrupted(kubectl, job)
 
 
-def _print(objects: Sequence[Object]) -> int:
+def _print(made: Made) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8")  # as YAML is, in any locale
-    print(_HEAD + "---\n".join(map(dumped, objects)), end="")
+    print(_HEAD + "---\n".join(map(dumped, made.objects)), end="")
     return 0
 
 
@@ -70,8 +73,8 @@ def _say(text: str) -> None:
     print(clean(text), file=sys.stderr, flush=True)
 
 
-def _created(kubectl: Kubectl, objects: Sequence[Object]) -> Job:
-    *others, body = objects
+def _created(kubectl: Kubectl, made: Made) -> Job:
+    *others, body = map(dict, made.objects)
     name = body["metadata"]["name"]
     if kubectl.read("get", DDPJOBS, name, "--ignore-not-found", "-o", "name").strip():
         raise Failure(
@@ -81,6 +84,8 @@ def _created(kubectl: Kubectl, objects: Sequence[Object]) -> Job:
     with contextlib.ExitStack() as undo:
         for one in (one for one in others if one["kind"] == "PersistentVolumeClaim"):
             _claim(kubectl, one, undo)
+        if made.uploads:
+            upload.lay(kubectl, body, made.uploads, made.folder)
         job = Job(json.loads(_create(kubectl, body)))
         undo.callback(_remove, kubectl, DDPJOBS, name)
         owner = {"apiVersion": crd.API_VERSION, "kind": crd.KIND, "name": name, "uid": job.uid}

@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -32,6 +33,27 @@ FOLDER = "/workspace/job"
 CLAIM = "/snapshots"
 #: A ConfigMap holds 1 MiB, its other fields included.
 MOST_BYTES = 1_000_000
+#: Of files that `run` lays on the claim: launchers hold them in memory, to lay them out again.
+MOST_UPLOADED = 256 * 2**20
+#: Where packages of --pip are installed, and where Python finds them.
+_PACKAGES = "/workspace/.packages"
+_SITE = f"{_PACKAGES}/site"
+#: $1: the requirements. Nothing of the image is replaced. The stock image has no pip, but Python
+#: brings it as a wheel (Debian's elsewhere), which runs as it is.
+_PIP = f"""\
+set -e
+pip="-m pip"
+python3 -m pip --version >/dev/null 2>&1 || pip=$(python3 -c '
+import ensurepip, glob, os, sysconfig
+bundled = os.path.join(os.path.dirname(ensurepip.__file__), "_bundled")
+places = bundled, sysconfig.get_config_var("WHEEL_PKG_DIR") or bundled
+found = [one for place in places for one in glob.glob(place + "/pip-*.whl")]
+print(found[0] + "/pip" if found else exit("neither pip nor its wheel is in this image"))')
+python3 $pip list --format=freeze > /tmp/has
+python3 $pip install --no-cache-dir --prefix {_PACKAGES} -c /tmp/has -r "$1"
+site=$(find {_PACKAGES} -type d -name '*-packages' | head -n 1)
+[ -z "$site" ] || ln -sfn "$site" {_SITE}
+"""
 _KEY = re.compile(r"(?!\.\.)[-._a-zA-Z0-9]{1,253}")
 _NOT_IN_KEYS = re.compile(r"[^-._a-zA-Z0-9]")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -59,6 +81,8 @@ _OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
       " that it writes ends with its pod; may come more than once")),
     ("--cpu N", str, "1", "CPUs that a pod requests (1)"),
     ("--memory SIZE", str, "2Gi", "and its memory (2Gi)"),
+    ("--pip FILE", Path, None,
+     "install the packages of this requirements file at each start of a pod, into a folder of it"),
     ("--env NAME=VALUE", list, [],
      "a variable of the script's environment; may come more than once"),
     ("--resume-args WORDS", str, "",
@@ -67,6 +91,18 @@ _OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
      "its checkpoints, as 'runs/*.pt': {newest} in --resume-args is the newest"),
     ("--every-steps N", int, 100, "steps between snapshots (100)"),
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """The objects, the DDPJob last; ``uploads``: what must lie in ``folder`` of the claim before.
+
+    Without ``uploads`` all travels in a ConfigMap.
+    """
+
+    objects: Sequence[Mapping[str, Any]]
+    folder: str
+    uploads: Mapping[str, Path]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -83,19 +119,49 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def objects(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Make the objects, the DDPJob last; print what the script may lack. Raises Failure."""
+def make(args: argparse.Namespace, *, may_upload: bool = False) -> Made:
+    """Make the objects; print what the script may lack. Raises Failure."""
     try:
-        _check(options)
-        files = _files(options)
-        _check_output(options, files)
-        found = list(_objects(options, options.name, files))
-        notes = list(_notes(options, files))
+        _check(args)
+        files = _files(args)
+        _check_output(args, files)
+        pip = travels.placed([args.pip] if args.pip else [])
+        folder = _folder(args, files, may_upload=may_upload)
+        held = pip if folder else {**files, **pip}
+        found = list(_objects(args, _Files(files, held, folder, *pip)))
+        notes = list(_notes(args, files))
     except OSError as error:
         raise Failure(f"{error.filename}: {error.strerror}") from None
     for note in notes:
         print(f"kubectl-ddp: {note}", file=sys.stderr)
-    return found
+    return Made(found, folder, files if folder else {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """What travels, by path in the pods: ``all`` to the script, ``held`` in the ConfigMap.
+
+    ``folder``: of the claim, if the first are not among the second. ``pip``: the requirements.
+    """
+
+    all: Mapping[str, Path]
+    held: Mapping[str, Path]
+    folder: str = ""
+    pip: str = ""
+
+
+def _folder(args: argparse.Namespace, files: Mapping[str, Path], *, may_upload: bool) -> str:
+    """Return the claim's folder for files that no ConfigMap holds, else "". Raises Failure."""
+    sizes = {path: _size(path) for path in files.values()}
+    total, most = sum(sizes.values()), MOST_UPLOADED if may_upload else MOST_BYTES
+    if total > most:
+        holds = "what travels may have" if may_upload else "a ConfigMap holds"
+        cure = "lay data" if may_upload else "`kubectl ddp run` takes more, or lay them"
+        raise Failure(
+            f"{total} bytes of files, the largest {max(sizes, key=sizes.__getitem__)}: {holds}"
+            f" {most}; {cure} on a claim or build an image, see docs/start/your-script.md"
+        )
+    return f"{CLAIM}/{args.name}/files" if total > MOST_BYTES else ""
 
 
 def _notes(args: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[str]:
@@ -105,11 +171,11 @@ def _notes(args: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[str]
         yield f"{one}: imported, but does not travel: name it too, if the image lacks it"
     for one in travels.linked_folders(args.files):
         yield f"{one}: a linked folder, does not travel: name it too, if the script reads it"
-    if args.image == IMAGE:
+    if args.image == IMAGE and not args.pip:
         for name in travels.lacking(files, MODULES | sys.stdlib_module_names):
             yield (
-                f"{name}: imported, but not in {IMAGE}: name an image that has it with --image, see"
-                " docs/start/your-script.md"
+                f"{name}: imported, but not in {IMAGE}: name an image that has it with --image, or"
+                " --pip requirements.txt, see docs/start/your-script.md"
             )
     # Our library forms the group itself, and so may what the stock image lacks.
     others = (MODULES | sys.stdlib_module_names | {"torchvision", "tqdm"}) - {"ddpjob_trainer"}
@@ -241,9 +307,8 @@ def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
             raise Failure(f"{shown}: is kept by --output {outer[0]}: leave it out")
 
 
-def _objects(
-    args: argparse.Namespace, name: str, files: Mapping[str, Path]
-) -> Iterator[dict[str, Any]]:
+def _objects(args: argparse.Namespace, files: _Files) -> Iterator[dict[str, Any]]:
+    name = args.name
     claim = args.snapshots or f"{name}-snapshots"
     nproc = "auto" if args.gpus else 1
     if args.claim:  # all pods write their snapshots there
@@ -251,14 +316,14 @@ def _objects(
             "accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": args.claim}},
         })  # fmt: skip
     template: dict[str, Any] = {}
-    keys = _keys(files)
-    if files:
-        config_map = _config_map(name, files, keys)
+    keys = _keys(files.held)
+    if files.held:
+        config_map = _config_map(name, files.held, keys)
         yield config_map
         # Files that were edited change the template, of which the API server knows when it may.
         digest = hashlib.sha256(json.dumps(config_map).encode()).hexdigest()[:16]
         template["metadata"] = {"annotations": {"files-sha256": digest}}
-    template["spec"] = _pod(args, name, files, keys)
+    template["spec"] = _pod(args, files, keys)
     restart: dict[str, Any] = {}
     if words := _resume_words(args):
         restart["resumeArgs"] = words
@@ -280,24 +345,25 @@ def _object(api_version: str, kind: str, name: str, **more: Any) -> dict[str, An
     return {"apiVersion": api_version, "kind": kind, "metadata": {"name": name}, **more}
 
 
-def _pod(
-    args: argparse.Namespace, name: str, files: Mapping[str, Path], keys: Mapping[str, str]
-) -> dict[str, Any]:
-    words = ["ddpjob-trainer", "run", *(("--files", FILES, "--anew") if files else ())]
+def _pod(args: argparse.Namespace, files: _Files, keys: Mapping[str, str]) -> dict[str, Any]:
+    travel = ("--files", files.folder or FILES, "--anew") if files.all else ()
+    words = ["ddpjob-trainer", "run", *travel]
     words += [word for output in args.output or () for word in ("--output", output)]
-    words += [*_program(args, files), *args.arguments]
+    words += [*_program(args, files.all), *args.arguments]
     trainer: dict[str, Any] = {
         "name": "trainer",
         "image": args.image,
         # Kubernetes would expand variables: $$ is a literal $.
         "command": [word.replace("$", "$$") for word in words],
     }
-    if args.env:
-        variables = dict(one.split("=", 1) for one in args.env)
-        trainer["env"] = [
-            {"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()
-        ]
-    if directory := _directory(args, files):
+    variables = dict(one.split("=", 1) for one in args.env)
+    own = _env(variables)
+    if files.pip:
+        found = variables.get("PYTHONPATH")
+        variables["PYTHONPATH"] = f"{_SITE}:{found}" if found else _SITE
+    if variables:
+        trainer["env"] = _env(variables)
+    if directory := _directory(args, files.all):
         trainer["workingDir"] = directory
     trainer["securityContext"] = {
         "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
@@ -315,13 +381,38 @@ def _pod(
         },
         "containers": [trainer],
     }  # fmt: skip
-    if files:
-        trainer["volumeMounts"] = [
-            {"name": "work", "mountPath": FOLDER}, {"name": "files", "mountPath": FILES},
-        ]  # fmt: skip
-        # What is written in the first ends with the pod.
-        pod["volumes"] = [{"name": "work", "emptyDir": {}}, _volume(args, name, keys, files)]
+    mounts, volumes = [], []
+    if files.all:  # what is written there ends with the pod
+        mounts.append({"name": "work", "mountPath": FOLDER})
+        volumes.append({"name": "work", "emptyDir": {}})
+    if files.held:
+        mounted = {"name": "files", "mountPath": FILES}
+        mounts += [mounted] if files.all and not files.folder else []
+        volumes.append(_volume(args, files, keys))
+    if files.pip:
+        packages = {"name": "packages", "mountPath": _PACKAGES}
+        mounts.append(packages)
+        volumes.append({"name": "packages", "emptyDir": {}})
+        pod["initContainers"] = [{
+            "name": "pip",
+            "image": args.image,
+            "command": ["sh", "-c", _PIP.replace("$", "$$"), "sh", files.pip],
+            "env": [*own, {"name": "HOME", "value": "/tmp"}],
+            "workingDir": FILES,
+            # What pip says last is in the job's status.
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "securityContext": trainer["securityContext"],
+            "resources": {"requests": trainer["resources"]["requests"]},
+            "volumeMounts": [mounted, packages],
+        }]  # fmt: skip
+    if mounts:
+        trainer["volumeMounts"] = mounts
+        pod["volumes"] = volumes
     return pod
+
+
+def _env(variables: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()]
 
 
 def _program(args: argparse.Namespace, files: Mapping[str, Path]) -> Sequence[str]:
@@ -353,12 +444,10 @@ def _keys(files: Mapping[str, Path]) -> dict[str, str]:
     return found
 
 
-def _volume(
-    args: argparse.Namespace, name: str, keys: Mapping[str, str], files: Mapping[str, Path]
-) -> dict[str, Any]:
-    source: dict[str, Any] = {"name": f"{name}-files"}
+def _volume(args: argparse.Namespace, files: _Files, keys: Mapping[str, str]) -> dict[str, Any]:
+    source: dict[str, Any] = {"name": f"{args.name}-files"}
     program = not args.module and not args.script.endswith(".py")
-    if program or any(os.access(path, os.X_OK) for path in files.values()):
+    if program or any(os.access(path, os.X_OK) for path in files.held.values()):
         source["defaultMode"] = 0o755
     if any(key != path for key, path in keys.items()):
         source["items"] = [{"key": key, "path": path} for key, path in keys.items()]
@@ -366,13 +455,6 @@ def _volume(
 
 
 def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -> dict[str, Any]:
-    sizes = {path: _size(path) for path in files.values()}
-    if sum(sizes.values()) > MOST_BYTES:
-        raise Failure(
-            f"{sum(sizes.values())} bytes of files, the largest {max(sizes, key=sizes.__getitem__)}"
-            f": a ConfigMap holds {MOST_BYTES}; lay them on a claim or build an image, see"
-            " docs/start/your-script.md"
-        )
     text: dict[str, str] = {}
     binary: dict[str, str] = {}
     for key, inner in keys.items():

@@ -1,0 +1,81 @@
+"""Lay a script's files on the job's claim before there is a job: `kubectl ddp run` of large code.
+
+By a tar into a pod of the job's image and user, which mounts the claim and is deleted then.
+"""
+
+from __future__ import annotations
+
+import secrets
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kubectl_ddp import reader
+from kubectl_ddp.kubectl import Failure, Kubectl, Object, judge
+
+_SECONDS = 3600
+_BY_HAND = "docs/start/your-script.md#more-files-a-claim"
+#: Files of an earlier job of this name would stay among these.
+_UNPACK = 'rm -rf "$1" && mkdir -p "$1" && tar x -C "$1"'
+
+
+def lay(kubectl: Kubectl, job: Object, files: Mapping[str, Path], folder: str) -> None:
+    """Copy the files into a folder of the claim; raise Failure."""
+    body = _pod(job)
+    name = body["metadata"]["name"]
+    with reader.made(kubectl, body, _BY_HAND):
+        phase, _ = reader.reached(kubectl, body, _BY_HAND, ("Running", "Succeeded", "Failed"))
+        if phase != "Running":
+            raise Failure(f"pod {name} {phase.lower()}: has its image `sleep`? By hand: {_BY_HAND}")
+        words = ("exec", "-i", name, "--", "sh", "-c", _UNPACK, "sh", folder)
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8") as said,
+            kubectl.running(*words, stdin=subprocess.PIPE, stdout=said, stderr=said) as process,
+        ):
+            stream: Any = process.stdin
+            try:
+                with tarfile.open(fileobj=stream.buffer, mode="w|", dereference=True) as archive:
+                    for inner, path in files.items():
+                        archive.add(path, inner, recursive=False)
+                stream.close()
+            except BrokenPipeError:
+                pass  # it says why
+            process.wait()
+            said.seek(0)
+            text = said.read()
+        judge(process, text)
+    print(f"{len(files)} files laid on the claim, in {folder}", file=sys.stderr)
+
+
+def _pod(job: Object) -> Object:
+    """Build it of what the job's own pods are."""
+    of_job, snapshot = job["spec"]["template"]["spec"], job["spec"]["snapshot"]
+    trainer = of_job["containers"][0]
+    name = f"{job['metadata']['name']}-files-{secrets.token_hex(3)}"
+    container = {
+        "name": "files",
+        "image": trainer["image"],
+        "command": ["sleep", str(_SECONDS)],
+        "securityContext": trainer["securityContext"],
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
+        "volumeMounts": [{"name": "snapshots", "mountPath": snapshot["path"]}],
+    }
+    spec = {
+        "securityContext": of_job["securityContext"],
+        "restartPolicy": "Never",
+        "activeDeadlineSeconds": _SECONDS,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+        "volumes": [{"name": "snapshots", **snapshot["volume"]}],
+    }
+    labels = {"app.kubernetes.io/name": "ddpjob-files", "app.kubernetes.io/part-of": "ddpjob"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name, "labels": labels},
+        "spec": spec,
+    }
