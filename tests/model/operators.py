@@ -120,7 +120,7 @@ class Operator:
             "nodes": NodeInformer(api, self.store, None, self.queue.add),
             "workloads": WorkloadInformer(api, self.store, None, self.queue.add),
         }
-        self._resync = Resync(api, self.store, None, self.queue.add)
+        self._resync = Resync(api, self.store, None, self.queue.add, self.queue.add_idle)
         self._app: Any = SimpleNamespace(_store=self.store, _queue=self.queue)
         self.cursor: dict[str, int] = {}
         pods = behind if pods_behind is None else pods_behind

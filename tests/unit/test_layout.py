@@ -24,14 +24,14 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 882,
-    "operator/src": 11_999,
+    "operator/src": 12_026,
     "trainer/src": 27_678,
     "tools/src": 5_310,
     "plugin/src": 4_921,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 63_704,
+    "tests": 63_739,
 }
 MOST_WORDS = 56_006  # of all pages in docs
 #: Words that make a reader stop: CONTRIBUTING, *English*.

@@ -107,7 +107,7 @@ async def test_a_slow_list_is_no_gap_in_sight_and_each_job_a_sign_of_life():
     """Or the startup deadline would begin anew with each, and the loop seem stuck."""
     api: Any = SlowApi()
     clock = Clock(60.0, wall=lambda: START, monotonic=lambda: api.passed)
-    resync = Resync(api, Store(), None, lambda _: None, received=clock.received)
+    resync = Resync(api, Store(), None, lambda _: None, lambda _: None, received=clock.received)
     for _ in range(3):
         await resync._list_all()
         api.passed += 30

@@ -51,6 +51,41 @@ async def test_a_key_is_never_worked_on_twice_at_once_and_comes_back_once():
     assert rounds == {"a": 2, "b": 2}
 
 
+async def test_idle_keys_wait_for_all_others_and_none_is_lost():
+    queue: WorkQueue[str] = WorkQueue()
+    done: list[str] = []
+
+    async def work(key: str) -> None:
+        done.append(key)
+        if key == "lost pod" and done.count(key) == 1:
+            queue.add(key)  # there is more to do
+        await asyncio.sleep(1)
+
+    for key in ("idle 1", "idle 2", "lost pod"):
+        queue.add_idle(key)
+    queue.add("lost pod")
+    async with working(queue, work, workers=1):
+        await asyncio.sleep(10)
+    assert done == ["lost pod", "lost pod", "idle 1", "idle 2"]
+
+
+async def test_idle_keys_leave_a_worker_to_a_group_that_comes():
+    queue: WorkQueue[str] = WorkQueue(group=lambda key: key)
+    began: list[str] = []
+
+    async def work(key: str) -> None:
+        began.append(key)
+        await asyncio.sleep(1000)
+
+    for number in range(5):
+        queue.add_idle(f"idle {number}")
+    async with working(queue, work, workers=3):
+        await asyncio.sleep(1)
+        queue.add("lost pod")
+        await asyncio.sleep(1)
+    assert began == ["idle 0", "idle 1", "lost pod"]
+
+
 async def test_the_earliest_of_several_delays_counts():
     queue: WorkQueue[str] = WorkQueue()
     loop = asyncio.get_running_loop()

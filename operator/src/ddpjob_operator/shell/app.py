@@ -98,7 +98,8 @@ class App:
         }
         for namespace in settings.namespaces or (None,):
             common, seen = (self._api, store, namespace, add), partial(clock.received, namespace)
-            self._parts[_JOBS, namespace] = Resync(*common, settings.resync_seconds, seen)
+            every = settings.resync_seconds
+            self._parts[_JOBS, namespace] = Resync(*common, queue.add_idle, every, seen)
             self._parts["pods", namespace] = PodInformer(*common, relist)
             if settings.kueue:
                 self._parts["workloads", namespace] = WorkloadInformer(*common, relist)

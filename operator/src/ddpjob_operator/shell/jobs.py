@@ -231,8 +231,9 @@ _RETRY = 2.0
 class Resync:
     """Lists one namespace, or all (None), every ``seconds``.
 
-    ``changed(key)`` is called for every job, new, old and vanished; ``received()`` as a list is
-    read, however long that takes. ``answered`` is set once it was read, or refused.
+    ``changed(key)`` is called for each job with news, also one that vanished, ``idle(key)`` for all
+    others; ``received()`` as a list is read, however long that takes. ``answered`` is set once it
+    was read, or refused.
     """
 
     def __init__(
@@ -241,13 +242,15 @@ class Resync:
         store: Store,
         namespace: str | None,
         changed: Callable[[Key], None],
+        idle: Callable[[Key], None],
         seconds: float = 30.0,
         received: Callable[[], None] = lambda: None,
     ) -> None:
         self._api, self._store = api, store
         self._namespace = namespace
         self._where = f" of namespace {namespace}" if namespace else ""
-        self._changed, self._seconds = changed, seconds
+        self._changed, self._idle, self._seconds = changed, idle, seconds
+        self._news: set[Key] = set()  # of the list that is read
         self._received = received
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
         self.received_at = time.monotonic()
@@ -276,6 +279,7 @@ class Resync:
     async def _list_all(self) -> None:
         newest = self._store.newest(JOBS.plural)
         take = partial(self._take, self._store.job_versions())
+        self._news.clear()
         listing = await self._api.list_all(JOBS, self._namespace, keep=take)
         self._received()
         uids, version = listing.items, listing.resource_version
@@ -283,14 +287,18 @@ class Resync:
         gone = self._store.drop_vanished_jobs(self._namespace, uids, version)
         for key in gone:
             log.info("%s/%s: deleted, and the watch did not report it", *key)
-        for key in (*gone, *self._store.keys_in(self._namespace)):
+        for key in (*gone, *self._news):
             self._changed(key)
+        for key in self._store.keys_in(self._namespace):
+            self._idle(key)
 
     def _take(self, before: Mapping[str, str], obj: Object) -> str:
         self.alive_at = time.monotonic()
         self._received()
-        self._store.put_read_job(obj, before)
-        return str(obj["metadata"]["uid"])
+        meta = obj["metadata"]
+        if self._store.put_read_job(obj, before):
+            self._news.add((meta["namespace"], meta["name"]))
+        return str(meta["uid"])
 
     def _log_trouble(self, trouble: str) -> None:
         """Log each kind of trouble once, and its end once."""

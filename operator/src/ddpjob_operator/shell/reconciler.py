@@ -166,7 +166,7 @@ class WorkQueue(Generic[K]):
     Keys of one ``group(key)`` share a line, and lines take turns: a hundred keys of one group that
     come back and back make no key of another wait for more than one of them. A worker goes to the
     group that has fewest, and the last free one only to a group that has none: though all work of
-    one group hangs, a key of another finds a worker at once.
+    one group hangs, a key of another finds a worker at once. Idle keys are behind all lines.
 
     ``observe_latency(seconds)`` is called with the time each key spent in line.
     """
@@ -179,6 +179,7 @@ class WorkQueue(Generic[K]):
         self._lines: OrderedDict[Hashable, deque[K]] = OrderedDict()  # next group first
         self._group = group
         self._waiting: dict[K, float] = {}  # in line, since when
+        self._idle_keys: OrderedDict[K, None] = OrderedDict()
         self._working: set[K] = set()  # one for each worker that is not free
         self._workers = 0
         self._again: set[K] = set()  # came back while being worked on
@@ -204,9 +205,19 @@ class WorkQueue(Generic[K]):
         if rest > 0:
             self.add_after(key, rest)
             return
+        self._idle_keys.pop(key, None)
         self._waiting[key] = _now()
         self._lines.setdefault(self._group(key), deque()).append(key)
         self._wake.set()
+
+    def add_idle(self, key: K) -> None:
+        """Put the key behind all that are in line, now or later: nothing is known to have changed.
+
+        Ten thousand jobs are looked at with each list, and none of them may delay a lost pod.
+        """
+        if key not in self._waiting and key not in self._working:
+            self._idle_keys[key] = None
+            self._wake.set()
 
     def add_after(self, key: K, delay: float) -> None:
         """Put the key in line after ``delay`` seconds, or earlier if that was asked for."""
@@ -279,21 +290,28 @@ class WorkQueue(Generic[K]):
 
     async def _take(self) -> K:
         # A worker that ends its work looks here next, so only new keys wake a waiting one.
-        while self._closed or (line := self._next_line()) is None:
+        while self._closed or (key := self._next_key()) is None:
             self._wake.clear()
             await self._wake.wait()
-        key = line.popleft()
-        if line:
-            self._lines.move_to_end(self._group(key))
-        else:
-            del self._lines[self._group(key)]
-        self._observe_latency(_now() - self._waiting.pop(key))
         self._working.add(key)
         self._rests.pop(key, None)
         # The timer's reason is looked at now; the new plan sets the next one.
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
+        return key
+
+    def _next_key(self) -> K | None:
+        if (line := self._next_line()) is None:
+            spare = not self._working or len(self._working) + 1 < self._workers
+            idle = self._idle_keys and not self._lines and spare
+            return self._idle_keys.popitem(last=False)[0] if idle else None
+        key = line.popleft()
+        if line:
+            self._lines.move_to_end(self._group(key))
+        else:
+            del self._lines[self._group(key)]
+        self._observe_latency(_now() - self._waiting.pop(key))
         return key
 
     def _next_line(self) -> deque[K] | None:
