@@ -47,6 +47,9 @@ class ModelQueue:
     def add(self, key: Key) -> None:
         self.due[key] = self._now()
 
+    def add_idle(self, key: Key) -> None:
+        self.due[key] = min(self._now(), self.due.get(key, self._now()))
+
     def add_after(self, key: Key, delay: float) -> None:
         at = self._now() + timedelta(seconds=max(delay, 0.0))
         self.due[key] = min(at, self.due.get(key, at))
