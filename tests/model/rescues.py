@@ -17,14 +17,11 @@ from ddpjob_trainer.launcher import rescue
 from ddpjob_trainer.launcher.hub.hub import RESCUE_SECONDS
 from ddpjob_trainer.launcher.hub.messages import Message, Stop
 from ddpjob_trainer.launcher.hub.root_cause import CAUSE_WAIT_SECONDS
-from ddpjob_trainer.liveness.marks import Marks
+from ddpjob_trainer.liveness.marks import HOLD_SECONDS, Marks
 from support.invariants import Violation
 
 if TYPE_CHECKING:
     from model.launchers import Launcher, Workers
-
-#: A worker that has lost its peers stays so long for its launcher's order.
-_HOLD_SECONDS = 1.0
 
 
 class Survivor:
@@ -46,7 +43,7 @@ class Survivor:
     def holds(self, now: float) -> bool:
         """It has lost its peers: whether it stays for a rescue."""
         self.lost_at = now if self.lost_at is None else self.lost_at
-        return not self.over and (bool(self.order) or now < self.lost_at + _HOLD_SECONDS)
+        return not self.over and (bool(self.order) or now < self.lost_at + HOLD_SECONDS)
 
     @property
     def writes(self) -> bool:

@@ -75,7 +75,6 @@ def test_walks_with_rescues(loop, pytestconfig):
     ("launcher", "seed", "name"),
     [
         (wrong_gangs.LeavesTheOthersRunning, 1, "r1_stop_follows"),
-        (wrong_gangs.AsksBeforeTheCauseIsKnown, 7, "r3_cause_is_known"),
         (wrong_gangs.BelievesTheWriter, 1, "r4_second_opinion"),
     ],
 )
@@ -105,3 +104,11 @@ def test_a_hub_that_asks_a_second_writer_is_found_out(loop):
     with pytest.raises(Violation) as found:
         saved_behind_a_stopped_launcher(loop, wrong_gangs.AsksAnotherWriterTooSoon)
     assert found.value.name == "r2_one_writer"
+
+
+def test_a_hub_that_asks_before_it_knows_the_cause_is_found_out(loop):
+    """Who lost a peer is heard of first."""
+    assert failed(loop, 1, status=75).rescued.saved
+    with pytest.raises(Violation) as found:
+        failed(loop, 1, status=75, launcher_class=wrong_gangs.AsksBeforeTheCauseIsKnown)
+    assert found.value.name == "r3_cause_is_known"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import signal
 
 import pytest
 
 from support.patience import PATIENCE
-from support.rounds import COLD, STEPS, Outcome, Training, kill, patched
+from support.rounds import COLD, STEPS, UNHURRIED, Outcome, Training, kill, patched
 from support.snapshots import await_snapshot
 
 KILLED = 11  # steps before it; the newest snapshot is that after 8, amid the second epoch
@@ -17,22 +17,35 @@ PATIENT = {
     "launcher.rescue.MOST_SECONDS": PATIENCE,
     "launcher.rescue._FIRST_WORD_SECONDS": PATIENCE,
     "launcher.hub.hub.RESCUE_SECONDS": PATIENCE,
+    "liveness.marks.HOLD_SECONDS": PATIENCE,
 }
+ON = {"DDPJOB_TRAINER_RESCUE": "1", "DDPJOB_DRILL": "Never"}
 
 
-@pytest.fixture
-def undisturbed(tmp_path: Path) -> Outcome:
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """With the switch off: the buffers' other way changes no bit."""
-    training = Training(tmp_path / "undisturbed")
+    training = Training(tmp_path_factory.mktemp("undisturbed"))
     training.launch(*COLD, DDPJOB_DRILL="Never")
     assert training.codes() == [0], training.errors
     return training.outcome()
 
 
-@pytest.mark.tier("all")  # the switch is off; a worker's own second of patience has no patch yet
+def repeats_nothing(training: Training, undisturbed: Outcome) -> None:
+    """Check the end of a training in which a survivor has saved step KILLED."""
+    assert training.codes() == [0] * len(training.launchers), training.errors
+    errors = "\n".join(training.errors)
+    assert f"saved step {KILLED} before it was ended" in errors, errors
+    assert training.outcome() == undisturbed
+    for one in range(3):
+        lines = (training.directory / f"losses-{one}").read_text().splitlines()
+        assert [int(line.split()[0]) for line in lines] == list(range(STEPS))
+
+
+@pytest.mark.tier("gate")  # the switch is off
 @pytest.mark.parametrize(("launchers", "rank"), [(1, 0), (3, 0), (3, 2)])
 def test_no_finished_step_is_done_again(training, tmp_path, undisturbed, launchers, rank):  # type: ignore[no-untyped-def]
-    env = {**patched(tmp_path, PATIENT), "DDPJOB_TRAINER_RESCUE": "1", "DDPJOB_DRILL": "Never"}
+    env = {**patched(tmp_path, PATIENT), **ON}
     training.hold(f"1-0-step-{KILLED}-{rank}")
     if launchers == 1:
         training.launch(*COLD, **env)
@@ -41,12 +54,21 @@ def test_no_finished_step_is_done_again(training, tmp_path, undisturbed, launche
     (pid,) = training.at(f"1-0-step-{KILLED}", [rank])
     await_snapshot(training.directory / "snapshots" / "00000001", KILLED // 4 * 4)
     kill(pid)
-    assert training.codes() == [0] * launchers, training.errors
-    errors = "\n".join(training.errors)
-    assert f"saved step {KILLED} before it was ended" in errors, errors
-    assert training.outcome() == undisturbed
-    for one in range(3):
-        lines = (training.directory / f"losses-{one}").read_text().splitlines()
-        assert [int(line.split()[0]) for line in lines] == list(range(STEPS))
+    repeats_nothing(training, undisturbed)
     records = training.report()["rounds"]
     assert [(one["signal"], one["snapshotStep"]) for one in records] == [(9, KILLED // 4 * 4)]
+
+
+@pytest.mark.tier("gate")
+def test_survivors_stay_for_a_launcher_that_is_late(training, tmp_path, undisturbed):  # type: ignore[no-untyped-def]
+    """It is stopped while its worker is killed, and goes on once the others have lost that one."""
+    late = {**PATIENT, **UNHURRIED, "launcher.hub.messages._SILENT_SECONDS": PATIENCE}
+    training.hold(f"1-0-step-{KILLED}-2")
+    training.attempt(1, *COLD, **patched(tmp_path, late), **ON)
+    (pid,) = training.at(f"1-0-step-{KILLED}", [2])
+    await_snapshot(training.directory / "snapshots" / "00000001", KILLED // 4 * 4)
+    training.launchers[2].send_signal(signal.SIGSTOP)
+    kill(pid)
+    training.until(lambda: len(training.marks("held")) == 2, "both survivors have lost their peer")
+    training.launchers[2].send_signal(signal.SIGCONT)
+    repeats_nothing(training, undisturbed)

@@ -24,6 +24,7 @@ from ddpjob_trainer.snapshot.restore.load import open_source
 from ddpjob_trainer.snapshot.training_state import TrainingState, flat_sha256
 from ddpjob_trainer.state.stateful import Modes, Values
 from ddpjob_trainer.training import rescue as rescue_
+from ddpjob_trainer.training.loop import Loop
 from ddpjob_trainer.training.rescue import Boundary, ChangedError, Rescue, word_of
 from support.patience import PATIENCE
 from support.snapshots import whole
@@ -47,10 +48,20 @@ def test_what_a_body_changes_is_as_the_boundary_left_it(trained):
     assert trained.sha256() != then
     assert flat_sha256(trained.boundary.captured(0).flat) == then
     facts = {"best": {"net.safetensors": [2.0, "min"]}, "modes": {"training": {}}}
-    assert trained.boundary.facts() == facts | {"modes": {"training": {}, "requires_grad": {}}}
+    assert trained.boundary.facts(0) == facts | {"modes": {"training": {}, "requires_grad": {}}}
     trained.step(2)
     assert flat_sha256(trained.boundary.captured(0).flat) == trained.sha256() != then
-    assert trained.boundary.facts()["modes"]["training"] == {"model.1": False}
+    assert trained.boundary.facts(0)["modes"]["training"] == {"model.1": False}
+
+
+def test_only_rank_0_saves_the_step_in_which_keep_best_found_more(trained):
+    trained.body()
+    trained.step(2)
+    assert "other" in trained.boundary.facts(0)["best"]
+    with pytest.raises(ChangedError, match=r"rank 0 may not have saved what keep_best\(\) found"):
+        trained.boundary.facts(1)
+    trained.step(3)  # rank 0 has been at its update, so past that
+    assert trained.boundary.facts(1) == trained.boundary.facts(0)
 
 
 def test_nobody_reads_while_an_update_runs_and_none_begins_while_one_reads(trained):
@@ -216,6 +227,20 @@ def test_who_vouches_writes_nothing(trained, survivor):
     launcher.close()
 
 
+@pytest.mark.parametrize("what", ["write", "vouch"])
+@pytest.mark.parametrize("flag", ["stop_called", "enough"])
+def test_a_word_of_stop_that_is_in_no_snapshot_is_not_lost(survivor, what, flag):
+    rescue, launcher, _ = survivor
+    exchange = SimpleNamespace(**{"stop_called": False, "enough": False, flag: True})
+    loop: Any = SimpleNamespace(exchange=exchange, snapshots=SimpleNamespace(facts=dict))
+    rescue._config = lambda: Loop._facts(loop)
+    launcher.say(do=what, seconds=PATIENCE)
+    assert launcher.hear() == {"no": "step.stop() was called, which the next start would not know"}
+    setattr(exchange, flag, False)
+    assert rescue._config() == {}
+    launcher.close()
+
+
 def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor):
     rescue, launcher, directory = survivor
     rescue.before_update()
@@ -226,7 +251,7 @@ def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor
 
 
 def test_nobody_stays_longer_than_a_launcher_may_need(monkeypatch, survivor):
-    monkeypatch.setattr(rescue_, "_HOLD_SECONDS", 0.0)
+    monkeypatch.setattr(rescue_, "HOLD_SECONDS", 0.0)
     rescue, launcher, _ = survivor
     rescue.hold()
     launcher.close()

@@ -21,6 +21,7 @@ from ddpjob_trainer.options import Options
 from ddpjob_trainer.telemetry.progress import DeviceWatch
 from ddpjob_trainer.training import run_config
 from ddpjob_trainer.training.models.prepare import PreparedModels
+from ddpjob_trainer.training.rescue import ChangedError
 from ddpjob_trainer.training.run_context import RunContext
 from ddpjob_trainer.training.snapshot_policy import SnapshotPolicy
 from ddpjob_trainer.training.step import Step
@@ -137,8 +138,14 @@ class Loop:
         )
         if process.rescue is not None:
             boundary = self._trained.boundary(lambda: self.snapshots.best)
-            process.rescue.begin(boundary, self.snapshots.facts, done)
+            process.rescue.begin(boundary, self._facts, done)
         trace.mark("loaded")
+
+    def _facts(self) -> dict[str, Any]:
+        """Return the configuration of a snapshot that a rescue makes. Raises ChangedError."""
+        if self.exchange.stop_called or self.exchange.enough:
+            raise ChangedError("step.stop() was called, which the next start would not know")
+        return self.snapshots.facts()
 
     def _positions(self, step: int) -> list[Indices]:
         plan = self._process.averaging.plan(self._input.order, step)

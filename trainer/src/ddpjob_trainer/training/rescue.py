@@ -22,9 +22,10 @@ from typing import Any, BinaryIO
 
 import torch
 
+from ddpjob_trainer import trace
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gradients.replica_check import hash_tensors
-from ddpjob_trainer.liveness.marks import Marks, MarksWriter, socket_path
+from ddpjob_trainer.liveness.marks import HOLD_SECONDS, Marks, MarksWriter, socket_path
 from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.save.alone import write_alone
@@ -80,6 +81,7 @@ class Boundary:
         self._kept: dict[str, Any] = {}
         self._flags: Sequence[Sequence[bool]] = ()
         self._best_then: dict[str, Any] = {}
+        self._best_is_new = False
         self._versions: list[Any] = []
 
     def _refusal(self) -> str:
@@ -120,7 +122,8 @@ class Boundary:
         except Exception as error:  # whatever user code raises is no reason to end training
             self.why_not = f"what is registered cannot be copied: {error}"
         self._flags = self._modes.now()
-        self._best_then = dict(self._best())
+        before, self._best_then = self._best_then, dict(self._best())
+        self._best_is_new = self.step >= 0 and self._best_then != before
         self._versions = self._now()
 
     def digest(self) -> list[float]:
@@ -182,8 +185,13 @@ class Boundary:
         found = [(id(value), getattr(value, "_version", 0)) for value in values]
         return [*found, *((p.data_ptr(), p._version) for p in self._parameters)]
 
-    def facts(self) -> dict[str, Any]:
-        """Return what else a snapshot's configuration holds of the boundary."""
+    def facts(self, rank: int) -> dict[str, Any]:
+        """Return what else a snapshot's configuration holds of the boundary.
+
+        Raises ChangedError where it would name a file that rank 0, who writes it, may not have.
+        """
+        if self._best_is_new and rank:
+            raise ChangedError("rank 0 may not have saved what keep_best() found in this step")
         return {"best": self._best_then, "modes": self._modes.changed(self._flags)}
 
     def _optimizer(self, name: str) -> Exact:
@@ -213,8 +221,6 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 # --- The rescue -----------------------------------------------------------------------------------
 
-#: After a lost peer the process ends by itself, unless its launcher asks within so many seconds.
-_HOLD_SECONDS = 1.0
 _PACE_STEPS = 20  # whose mean is the time of a step
 
 
@@ -238,7 +244,10 @@ class Rescue:
     # --- For the training thread ------------------------------------------------------------
 
     def begin(self, boundary: Boundary, config: Callable[[], Mapping[str, Any]], done: int) -> None:
-        """Begin to listen, ``done`` steps having ended. ``config``: of a snapshot."""
+        """Begin to listen, ``done`` steps having ended.
+
+        ``config``: of a snapshot; raises ChangedError where it could not say all.
+        """
         self._boundary, self._config = boundary, config
         boundary.take(done)
         try:
@@ -279,7 +288,10 @@ class Rescue:
 
     def hold(self) -> None:
         """Stay for a moment where a peer is lost: the launcher may want what this process holds."""
-        if self._listener is not None and self._asked.wait(_HOLD_SECONDS):
+        if self._listener is None:
+            return
+        trace.mark("held")
+        if self._asked.wait(HOLD_SECONDS):
             self._over.wait(max(0.0, self._until - time.monotonic()))
 
     def _mark(self) -> None:
@@ -305,7 +317,7 @@ class Rescue:
 
     def _answer(self, link: socket.socket, lines: BinaryIO) -> None:
         """Do as one request says; say how it went. Raises OSError when the launcher is gone."""
-        order = _hear(link, lines, time.monotonic() + _HOLD_SECONDS)
+        order = _hear(link, lines, time.monotonic() + HOLD_SECONDS)
         self._until = time.monotonic() + float(order["seconds"])
         self._asked.set()
         try:
@@ -319,6 +331,7 @@ class Rescue:
         boundary, rank = self._boundary, self._world.rank
         assert boundary is not None
         with boundary.reading(self._until - time.monotonic()):
+            config = self._config()
             captured, step = boundary.captured(rank), boundary.step
             _tell(link, step=step)
             word = word_of(step, captured)
@@ -329,7 +342,7 @@ class Rescue:
             if files is None:
                 raise ChangedError("this rank sees no snapshot directory")
             rescued = {"rank": rank, "newest": self._snapshots.newest}
-            config = {**self._config(), **boundary.facts(), "rescued": rescued}
+            config = {**config, **boundary.facts(rank), "rescued": rescued}
 
             def agreed() -> bool:
                 # Only now: the other one hashes while this one writes.
