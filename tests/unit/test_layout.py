@@ -27,11 +27,11 @@ MOST_LINES = {
     "operator/src": 12_026,
     "trainer/src": 27_701,
     "tools/src": 5_310,
-    "plugin/src": 4_921,
+    "plugin/src": 4_955,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 63_800,
+    "tests": 63_804,
 }
 MOST_WORDS = 55_973  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

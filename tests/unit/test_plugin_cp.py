@@ -113,16 +113,20 @@ def test_nothing_is_written_outside_of_the_folder(copy, tmp_path):
     with tarfile.open(tmp_path / "evil.tar", "w") as archive:
         for name in ("../outside", "inside"):
             archive.add(tmp_path / "j/output/log", name)
-        link = tarfile.TarInfo("link")
-        link.type, link.linkname = tarfile.SYMTYPE, "/etc"
-        archive.addfile(link)
+        for name, leads in (("link", "/etc"), ("newest", "inside"), ("deep/newest", "../inside")):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, leads
+            archive.addfile(link)
+        archive.addfile(tarfile.TarInfo("link/through"))
     (tmp_path / "tar").write_text('#!/bin/sh\ncat "$HERE/evil.tar"\n')
     (tmp_path / "tar").chmod(0o755)
     done = copy("j", "home/er", pods=(plugin.pod(0, 1),))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("left out: ") == 2
     assert os.listdir(tmp_path / "home") == ["er"]  # noqa: PTH208
-    assert os.listdir(tmp_path / "home/er") == ["inside"]  # noqa: PTH208
+    same = dict.fromkeys(("inside", "newest", "deep/newest"), b"done")
+    assert files(tmp_path / "home/er") == {"link/through": b"", **same}
+    assert not any(one.is_symlink() for one in (tmp_path / "home/er").rglob("*"))
 
 
 @pytest.mark.parametrize("size", [0, 700, 1600])

@@ -1,13 +1,15 @@
 """Bring a job's results home: `kubectl ddp cp`, as a tar from a pod of the job, or one made for it.
 
-What comes is a stranger's archive: nothing is written outside of the folder, nor as a device.
+What comes is a stranger's archive: files and folders are written, below the folder, and no links.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import posixpath
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -37,8 +39,6 @@ code=$?; rm -rf "$d"; exit $code
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Copy; raise Failure."""
-    if not hasattr(tarfile, "data_filter"):
-        raise Failure("python3 on PATH must be 3.11.4 or newer, which unpacks archives safely")
     if options.folder.exists() and not options.folder.is_dir():
         raise Failure(f"{options.folder}: a file, where a folder is expected")
     name, _, path = options.source.partition(":")
@@ -86,24 +86,15 @@ class _Watched:
 
 def _unpacked(kubectl: Kubectl, words: tuple[str, ...], folder: Path) -> tuple[int, int]:
     """Return how many files came, and their bytes. Raises Failure."""
-    found: list[int] = []
-
-    def safe(member: tarfile.TarInfo, where: str) -> tarfile.TarInfo | None:
-        try:
-            kept = tarfile.data_filter(member, where)
-        except tarfile.FilterError as error:
-            print(f"left out: {clean(str(error))}", file=sys.stderr)
-            return None
-        found.extend([member.size] if member.isfile() else [])
-        return kept
-
-    broken = False
+    found, broken = _Found(folder), False
     with tempfile.TemporaryFile("w+", encoding="utf-8") as said:
         with kubectl.running(*words, stdout=subprocess.PIPE, stderr=said) as process:
             stream: Any = _Watched(process.stdout)
             try:
                 with tarfile.open(fileobj=stream, mode="r|") as archive:
-                    archive.extractall(folder, filter=safe)
+                    for member in archive:
+                        found.take(archive, member)
+                found.copy_links()
             except tarfile.ReadError:
                 broken = True
             except OSError as error:
@@ -115,6 +106,49 @@ def _unpacked(kubectl: Kubectl, words: tuple[str, ...], folder: Path) -> tuple[i
         text = said.read()
     judge(process, text)
     if broken or not stream.ended:
-        raise Failure(f"the copy broke off after {len(found)} files: try again")
+        raise Failure(f"the copy broke off after {len(found.files)} files: try again")
     print(clean(text), end="", file=sys.stderr)
-    return len(found), sum(found)
+    return len(found.files), found.size
+
+
+class _Found:
+    """Writes an archive's files, by name. tarfile's own filter came with 3.11.4 only."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._links: list[tuple[str, str]] = []
+        self.files: dict[str, Path] = {}
+        self.size = 0
+
+    def take(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        """Write a file or a folder; a link waits for what it leads to."""
+        name = posixpath.normpath(member.name)
+        target = self._folder / name
+        if name.startswith("/") or ".." in name.split("/"):
+            _leave(name, "it would be outside of the folder")
+        elif member.isdir():
+            target.mkdir(parents=True, exist_ok=True)
+        elif member.isreg() and (source := archive.extractfile(member)):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("wb") as file:
+                shutil.copyfileobj(source, file)
+            os.utime(target, (member.mtime, member.mtime))
+            self.files[name] = target
+            self.size += member.size
+        else:
+            beside = posixpath.dirname(name) if member.issym() else ""
+            self._links.append((name, posixpath.join(beside, member.linkname)))
+
+    def copy_links(self) -> None:
+        """Make each link to a file that came a copy of it: a link may lead anywhere later."""
+        for name, leads in self._links:
+            source = self.files.get(posixpath.normpath(leads))
+            if source is None:
+                _leave(name, f"no file, nor a link to one that came: {leads}")
+                continue
+            (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, self._folder / name)
+
+
+def _leave(name: str, why: str) -> None:
+    print(clean(f"left out: {name}: {why}"), file=sys.stderr)
