@@ -1,21 +1,25 @@
 """What Prometheus and Grafana get from the chart: it must name what is really there."""
 
-import http.server
+import contextlib
 import json
 import re
 import subprocess
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import generate_latest
+from prometheus_client import generate_latest, start_http_server, values
 
 from ddpjob_operator.core import render
+from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.shell.telemetry import Metrics
+from ddpjob_trainer.launcher.reports import endpoints
+from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics
 from ddpjob_trainer.telemetry import metrics
 from devcluster import host
 from support import prometheus
@@ -74,18 +78,6 @@ def test_the_operators_metrics_keep_prometheus_conventions():
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
-class Page(http.server.BaseHTTPRequestHandler):
-    """What an operator in ddpjob-system tells of a job elsewhere."""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b'ddpjob_finished_total{namespace="team",result="Failed"} 1\n')
-
-    def log_message(self, *_: object) -> None:
-        """Stay silent."""
-
-
 @pytest.fixture
 def page(tmp_path: Path) -> dict[str, Any]:
     """The configuration on the page. Debian's Prometheus is built without that discovery."""
@@ -98,32 +90,119 @@ def page(tmp_path: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_plain_prometheus_keeps_the_namespace_of_the_jobs(template, page, tmp_path):
-    """The page's own relabelings, of the pod that the chart makes."""
+@dataclass
+class Site:
+    """An operator in ddpjob-system, and one trainer pod of job `job` in namespace `team`."""
+
+    operator: Metrics
+    rank: metrics.Metrics
+    launcher: LauncherMetrics = field(default_factory=LauncherMetrics)
+    status: dict[str, str] = field(default_factory=lambda: {"phase": "Running"})
+    age: float = 0.0
+
+    def jobs(self) -> list[observe.Job]:
+        job = {**JOB, "status": self.status}
+        return [observe.job(job)] if self.operator.leader.collect()[0].samples[0].value else []
+
+    def count(self, name: str, label: str, value: float) -> None:
+        self.operator.record("team", [Measurement(name, value, label)])
+
+    def stamp(self, name: str, age: float) -> None:
+        self.rank.set(f"{name}_timestamp_seconds", time.time() - age)
+
+
+JOB = job_object()
+JOB["metadata"]["namespace"] = "team"
+#: What makes each alert fire, by the objects that operator and trainer themselves report with.
+TROUBLE: dict[str, Callable[[Site], object]] = {
+    "DDPJobOperatorBlind": lambda site: setattr(site, "age", 301.0),
+    "DDPJobStalled": lambda site: site.status.update(phase="Pending", reason="Unschedulable"),
+    "DDPJobRestartLoop": lambda site: site.count("restarts_total", "User", 5),
+    "DDPJobRoundLoop": lambda site: site.count("rounds_total", "Killed", 10),
+    "DDPJobFailed": lambda site: site.count("finished_total", "Failed", 1),
+    "DDPJobLowGoodput": lambda site: site.count("pod_seconds_total", "recovering", 4000),
+    "DDPJobNoProgress": lambda site: site.stamp("heartbeat", 901),
+    "DDPJobSnapshotTooOld": lambda site: site.stamp("snapshot", 7201),
+    "DDPJobSnapshotsFail": lambda site: site.rank.add("snapshot_failures", 2),
+    # The last: only who leads speaks of jobs.
+    "DDPJobOperatorDown": lambda site: site.operator.leader.set(0),
+}
+#: These are about the operator, all others about the jobs of a namespace.
+OF_OPERATOR = {"DDPJobOperatorDown": None, "DDPJobOperatorBlind": "ddpjob-system"}
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    monkeypatch.setattr(values, "ValueClass", values.ValueClass)  # the rank's sets it
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "ranks"))
+    (tmp_path / "ranks").mkdir()
+    operator = Metrics()
+    found = Site(operator, metrics.Metrics(0))
+    operator.leader.set(1)
+    operator.expose_jobs(found.jobs)
+    operator.expose_watch_ages({"pods": lambda: found.age})
+    found.stamp("heartbeat", 0)
+    found.stamp("snapshot", 0)
+    found.rank.flush()
+    return found
+
+
+def discovered(pod: dict[str, Any], namespace: str, name: str, address: str) -> dict[str, Any]:
+    """A target as the discovery in Kubernetes makes it of a pod."""
+    (port,) = (one for c in pod["spec"]["containers"] for one in c.get("ports", []))
+    labels = {"namespace": namespace, "pod_name": name, "pod_container_port_name": port["name"]}
+    for label, value in pod["metadata"]["labels"].items():
+        known = re.sub(r"[^a-zA-Z0-9]", "_", label)
+        labels |= {f"pod_label_{known}": value, f"pod_labelpresent_{known}": "true"}
+    meta = {f"__meta_kubernetes_{label}": value for label, value in labels.items()}
+    return {"targets": [address], "labels": meta}
+
+
+def test_each_alert_fires_in_a_plain_prometheus_and_names_the_namespace(
+    template, page, site, tmp_path
+):
+    """By the page's own configuration; only addresses, intervals and `for:` are others."""
+    rules = yaml.safe_load((FILES / "alerts.yaml").read_text())
+    for rule in (rule for group in rules["groups"] for rule in group["rules"]):
+        rule.update({"for": "1s"} if "for" in rule else {})
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(rules))
+    seconds = ("scrape_interval", "scrape_timeout", "evaluation_interval")
+    page |= {"rule_files": ["rules.yaml"], "global": dict.fromkeys(seconds, "1s")}
+    operators, trainers = page["scrape_configs"]
     deployment = template("-n", "ddpjob-system")["Deployment/ddpjob-system/ddpjob-operator"]
-    pod = deployment["spec"]["template"]
-    (container,) = pod["spec"]["containers"]
-    meta = "__meta_kubernetes_"
-    about = {
-        f"{meta}namespace": "ddpjob-system", f"{meta}pod_name": "ddpjob-operator-x",
-        f"{meta}pod_container_port_name": container["ports"][0]["name"],
-        f"{meta}pod_label_app_kubernetes_io_name":
-            pod["metadata"]["labels"]["app.kubernetes.io/name"],
-    }  # fmt: skip
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        at = {"targets": [f"127.0.0.1:{server.server_port}"]}
-        (job,) = (one for one in page["scrape_configs"] if one["job_name"] == "ddpjob-operator")
-        job["static_configs"] = [
-            {**at, "labels": about},
-            {**at, "labels": {f"{meta}pod_name": "y"}},
+    of_job = render.pod(observe.job(JOB), spec.parse(JOB["spec"]), 1, 2)
+    served, _ = start_http_server(0, "127.0.0.1", site.operator.registry)
+    launcher = endpoints.serve(0, tmp_path / "ranks", site.launcher, dict, lambda: True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(served.shutdown)
+        stack.callback(launcher.end)
+        at, elsewhere = (f"127.0.0.1:{one.server_port}" for one in (served, launcher))
+        pod = deployment["spec"]["template"]
+        stranger = {**of_job, "metadata": {"labels": {"app": "another"}}}
+        # Each job is shown all pods, as by the API server: it keeps its own.
+        operators["static_configs"] = trainers["static_configs"] = [
+            discovered(pod, "ddpjob-system", "operator-x", at),
+            discovered(of_job, "team", "job-2", elsewhere),
+            discovered(stranger, "another", "stranger", elsewhere),
         ]
-        page["global"] = {"scrape_interval": "1s", "scrape_timeout": "1s"}
-        with prometheus.started(page, tmp_path) as found:
-            series = wait_for(lambda: found.query("ddpjob_finished_total"), "a scrape")
-        server.shutdown()
-    (labels,) = (one["metric"] for one in series)
-    assert (labels["namespace"], labels["pod"]) == ("team", "ddpjob-operator-x")
+        found = stack.enter_context(prometheus.started(page, tmp_path))
+        wait_for(lambda: found.query("ddpjob_trainer_workers"), "a scrape of the trainer")
+        wait_for(lambda: found.query("ddpjob_finished_total"), "two scrapes of the operator")
+        up = {(one["metric"]["namespace"], one["metric"]["pod"]) for one in found.query("up")}
+        assert up == {("ddpjob-system", "operator-x"), ("team", "job-2")}
+        wanted = {one["alert"]: OF_OPERATOR.get(one["alert"], "team") for one in alerts()}
+        assert TROUBLE.keys() == wanted.keys(), "each alert needs a case"
+        wait_for(lambda: not found.firing(), "nothing to fire: before the scrape nobody leads")
+        fired = {}
+        *names, last = TROUBLE
+        for some in (names, [last]):
+            for name in some:
+                TROUBLE[name](site)
+            site.rank.flush()
+            for name in some:
+                labels = wait_for(lambda: found.firing().get(name), name)  # noqa: B023
+                fired[name] = labels.get("namespace")
+        assert fired == wanted
 
 
 def test_a_prometheus_takes_the_configuration_on_the_page(template, page, tmp_path):

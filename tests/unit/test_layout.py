@@ -25,13 +25,13 @@ MAX_NAME = 70  # letters of a test's name
 MOST_LINES = {
     "contract/src": 882,
     "operator/src": 12_026,
-    "trainer/src": 27_701,
+    "trainer/src": 27_704,
     "tools/src": 5_310,
     "plugin/src": 4_955,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 63_804,
+    "tests": 63_883,
 }
 MOST_WORDS = 55_973  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

@@ -139,6 +139,9 @@ class Metrics:
         self._rank = str(rank)
         if self.on:
             self._made = _make(rank)
+            for spec in WORKER:  # from 0 on: Prometheus sees no increase from nothing to 1
+                if spec.type == "counter" and spec.labels == ("rank",):
+                    self.add(spec.name, 0.0)
 
     def set(self, name: str, value: float) -> None:
         """Set a gauge; others see it after the next flush."""
