@@ -5,7 +5,7 @@ L2 to L4 are rules of the protocol; test_following.py has which hub it follows.
 
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -43,7 +43,7 @@ class Part:
         )  # fmt: skip
         env = SimpleNamespace(grace_seconds=30.0, standby=0)
         config: Any = SimpleNamespace(
-            holds=can_wait, hold_seconds=330.0, exit_seconds=10.0, env=env
+            holds=can_wait, hold_seconds=330.0, exit_seconds=10.0, env=env, replica=1
         )
         member: Any = SimpleNamespace(link=self.link, rounds=True, hub=None)
         workers: Any = self.workers
@@ -125,6 +125,17 @@ def test_nobody_waits_for_ever(phase, kill_at, until):
     assert not part.ended.lost
     part.take(now=until + 0.1)
     assert (part.ended.lost, part.did) == ("it does not answer", ["stop 1"])
+
+
+@pytest.mark.parametrize(("replica", "able"), [(1, True), (1, False), (2, True)])
+def test_replica_1_saves_the_newest_step_of_a_gang_whose_hub_is_lost(replica, able):
+    part = Part(Running)
+    part.phase.round.config.replica = replica
+    part.phase.round.rescuer = Mock(begin=Mock(return_value=able))
+    assert part.take(lost="gone") is Stopping
+    assert part.phase.round.rescuer.begin.mock_calls == [call("alone", 101.0)] * (replica == 1)
+    saves = replica == 1 and able
+    assert part.did == ["leave", *([] if saves else ["stop 0"])]
 
 
 @pytest.mark.parametrize(("rescues", "until"), [(False, 120.0), (True, 150.0)])

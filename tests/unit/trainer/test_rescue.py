@@ -166,6 +166,16 @@ def survivor(trained, tmp_path):  # type: ignore[no-untyped-def]
     return rescue, Launcher(tmp_path), files.directory
 
 
+def test_an_evaluation_after_the_update_is_said_to_repeat_steps_once(survivor, capfd):
+    rescue, launcher, _ = survivor
+    rescue.evaluates()  # rank 0 says it
+    rescue._world = SimpleNamespace(rank=0)
+    rescue.evaluates()
+    rescue.evaluates()
+    assert capfd.readouterr().err.count("call run.evaluate() first in the loop's body") == 1
+    launcher.close()
+
+
 def test_a_survivor_saves_its_boundary_once_another_one_agrees(trained, survivor):
     _, launcher, directory = survivor
     launcher.say(do="write", seconds=PATIENCE)
@@ -194,7 +204,7 @@ def test_without_a_second_opinion_nothing_counts(trained, survivor):
     launcher.say(do="write", seconds=PATIENCE)
     assert launcher.hear() == {"step": 24}
     launcher.say(word=word)
-    assert launcher.hear() == {"no": "another survivor holds other bits"}
+    assert launcher.hear() == {"no": "no other rank holds the same bits"}
     assert list(directory.iterdir()) == []
     launcher.close()
 
@@ -214,6 +224,30 @@ def test_a_commit_that_fails_past_its_rename_keeps_the_data(monkeypatch, trained
     assert launcher.hear() == {"no": "the directory was not synced"}
     [path] = manifest.listed(directory)
     assert whole(open_source(directory, manifest.read(path)))
+    launcher.close()
+
+
+@pytest.mark.parametrize(("other", "saves"), [("equal", True), ("other bits", False), ("", False)])
+def test_the_last_of_two_ranks_needs_the_hash_of_the_step_before(trained, tmp_path, other, saves):
+    """ "": a hash would take too much of a step."""
+    world: Any = SimpleNamespace(rank=RANK, size=2, accelerator=CPU)
+    files = SnapshotFiles(tmp_path, 1, "abcd", 2)
+    files.directory.mkdir()
+    snapshots: Any = SimpleNamespace(alone=lambda: (files, 0.25), made=20, newest=10)
+    rescue = Rescue(tmp_path, world, snapshots)
+    rescue.begin(trained.boundary, dict, 23)
+    rescue._hash_seconds = 0.0 if other else PATIENCE
+    *_, number, square = mine = rescue.report()
+    theirs = [number + 1, (number + 1) ** 2] if other == "other bits" else [number, square]
+    rescue.before_update()
+    rescue.step_ended(24)
+    assert not read_marks(tmp_path, RANK).vouched
+    rescue.receive([a + b for a, b in zip(mine, [*mine[:-2], *theirs], strict=True)])
+    assert read_marks(tmp_path, RANK).vouched == saves
+    launcher = Launcher(tmp_path)
+    launcher.say(do="alone", seconds=PATIENCE)
+    assert launcher.hear() == {"step": 24}
+    assert ("done" in launcher.hear()) == saves == bool(manifest.listed(files.directory))
     launcher.close()
 
 
@@ -310,8 +344,18 @@ def test_two_workers_of_a_launcher_save_the_step_by_themselves(trained, tmp_path
     assert seat.rescuer.begin("alone", 100.0)
     seat.until(lambda: seat.ended)
     assert seat.spared == [{1, 2}]
-    assert seat.said == [Rescuing(0, "yes", "own")]
+    assert seat.said == [Rescuing(0, "yes", "own"), Rescuing(0, "done", "2 24")]
     assert [manifest.step_of(path.name) for path in manifest.listed(seat.directory)] == [24]
+    seat.selector.close()
+
+
+def test_the_last_worker_of_two_saves_alone_where_the_other_has_vouched(trained, tmp_path):  # type: ignore[no-untyped-def]
+    seat = Seat(trained, tmp_path, 1)
+    MarksWriter(tmp_path, 1).write(Marks(24, 20, True, True, PATIENCE, 0.25, vouched=True))
+    assert seat.rescuer.begin("alone", 100.0)
+    seat.until(lambda: seat.said)
+    assert seat.said == [Rescuing(0, "yes", "own")]
+    seat.until(lambda: seat.ended)
     seat.selector.close()
 
 
@@ -324,6 +368,7 @@ def test_one_worker_waits_for_the_word_of_another_launcher(trained, tmp_path):  
     assert manifest.listed(seat.directory) == []
     seat.rescuer.agree(word_of(24, trained.boundary.captured(0)))
     seat.until(lambda: seat.ended)
+    assert seat.said[2:] == [Rescuing(0, "done", "1 24")]
     assert len(manifest.listed(seat.directory)) == 1
     seat.selector.close()
 

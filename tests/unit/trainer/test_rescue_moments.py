@@ -102,6 +102,21 @@ class LooksAtNoVersion(Boundary):
         return True
 
 
+def test_a_step_of_several_updates_can_be_read_at_any_moment():
+    """Between them nobody holds a boundary: it is a copy."""
+    trained = Trained()
+    trained.boundary._lock = TellsLock()  # type: ignore[assignment]
+    trained.boundary.keeps_whole = True  # as the first update() amid a step has it
+    trained.step(0)
+    then = trained.sha256()
+    for _ in training(trained, set(), average_reset):
+        with trained.boundary.reading(0):
+            assert trained.boundary.unchanged()
+            known = flat_sha256(trained.boundary.captured(0).flat)
+        assert (known == then) == (trained.boundary.step == 0)
+    assert known == trained.sha256()
+
+
 class IsReadDuringAnUpdate(LooksAtNoVersion):
     def before_update(self) -> None:
         """Nobody waits."""

@@ -179,7 +179,9 @@ class Phase:
             round_.hub_lost = f"the hub was lost: {lost}"
             if isinstance(self, Parked):
                 link.join()
-            if not self.stopped:
+            # Nobody chooses who saves: it is replica 1, where two workers can do it by themselves.
+            saves = round_.rescuer if round_.config.replica == 1 else None
+            if not (self.stopped or (saves is not None and saves.begin("alone", now))):
                 round_.workers.stop(now, last_words=0)
             following = self if self.stopped else Stopping(round_, now)
             following._abandon()

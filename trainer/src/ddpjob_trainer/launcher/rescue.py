@@ -54,16 +54,17 @@ class Rescuer:
             return self._answer("next", now)
         *others, best = able
         others = [rank for rank in others if found[rank].step == found[best].step]
-        self._alone = what != "vouch" and bool(others)
+        single = what == "alone" and not others
+        self._alone = single or (what != "vouch" and bool(others))
         seconds = min(_SHARE * found[best].saved, MOST_SECONDS)
         worth = seconds > (found[best].write_seconds or _FIRST_WRITE_SECONDS)
-        if not worth or (what == "alone" and not others):
+        if not worth or (single and not found[best].vouched):
             return self._answer("no", now)
         self._until = now + seconds
         self._writer = -1 if what == "vouch" else best
         try:
-            self._ask(best, "vouch" if what == "vouch" else "write", seconds)
-            if self._alone:
+            self._ask(best, "alone" if single else "vouch" if what == "vouch" else "write", seconds)
+            if self._alone and not single:
                 self._ask(others[-1], "vouch", seconds)
         except OSError:
             self._close()
@@ -126,6 +127,7 @@ class Rescuer:
         elif "word" in line:
             self.agree(line["word"])
         elif "done" in line:
+            self._answer("done", now, f"{rank} {line['done']}")
             self._say(f"rank {rank} has saved step {line['done']}: no step is done again")
         else:
             self._say(f"rank {rank} saves no step: {line['no']}")

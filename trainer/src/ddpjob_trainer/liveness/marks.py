@@ -15,7 +15,7 @@ from struct import Struct, error
 #: Who has lost a peer stays so long for its launcher's order, which follows on the failure's report
 #: within milliseconds, and within 2 s where the hub waits for the cause (root_cause.py).
 HOLD_SECONDS = 5.0
-_FORM = Struct("<qq??dd")
+_FORM = Struct("<qq??dd?")
 _INTACT_AT = 16
 
 
@@ -25,6 +25,7 @@ class Marks:
 
     ``intact``: no update has begun since the boundary. ``whole``: all of the state could be saved.
     ``step_seconds``, ``write_seconds``: how long a step and a write of the whole state take.
+    ``vouched``: the other one of two ranks held the same bits one step before.
     """
 
     step: int = -1
@@ -33,6 +34,7 @@ class Marks:
     whole: bool = False
     step_seconds: float = 0.0
     write_seconds: float = 0.0
+    vouched: bool = False
 
     @property
     def saved(self) -> float:

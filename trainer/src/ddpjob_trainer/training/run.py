@@ -267,6 +267,9 @@ class Run:
         trained = self._ready("evaluate()")
         mean = given.reduce == "mean"
         world = self._process.world
+        step = self._loop.step if self._loop is not None and self._loop.within_step else None
+        if self._process.rescue is not None and step is not None and step.committed:
+            self._process.rescue.evaluates()
         with self._process.progress.during("agreement"), self._together("run.evaluate()"):
             evaluation.share_buffers(trained.module, world, trained.steady_buffers())
             if ema:

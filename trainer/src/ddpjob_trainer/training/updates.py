@@ -106,6 +106,8 @@ class Updates:
         step.check_update("update()")
         step.check_weightless()
         given = self._trained.updater.find(optimizers)
+        if self._process.rescue is not None:
+            self._process.rescue.several_updates()
         with self._process.shutdown.peers(f"step {step.index}"):
             units, allowed = self._average(given or self._trained.updater.units)
             for unit in given:
