@@ -119,6 +119,14 @@ def test_one_step_is_told_of_one_failure():
     assert found["Lost"].startswith("17 steps, from 220 to 237")
 
 
+def test_a_step_that_a_survivor_saved_is_repeated_by_nobody():
+    killed = failure(step=237, **{"class": "Killed", "reason": "SIGKILL"})
+    for saved, words in ((237, "nothing"), (235, "2 steps")):
+        cause = {"savedStep": saved, "savedBy": 2}
+        found = rows(page(job(failures=[killed]), incidents=[incident(step=237, cause=cause)]))
+        assert found["Lost"].startswith(f"{words} repeated: saved by rank 2 after step {saved}")
+
+
 def test_a_signal_from_nobody_knows_where_is_no_removal_of_the_pod():
     told = failure(**{"class": "Disruption", "reason": "SIGTERM"}, exitCode=143, signal=15)
     found = rows(page(job(failures=[told])))

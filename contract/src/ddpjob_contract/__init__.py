@@ -155,6 +155,8 @@ class Round(TypedDict, total=False):
     exception: str
     step: int  # finished steps of that process
     snapshotStep: int  # step of the newest committed snapshot
+    savedStep: int  # that a survivor saved before it was ended, and which one:
+    savedBy: int
     at: str  # RFC 3339, UTC
 
 

@@ -54,6 +54,13 @@ def test_a_round_is_told_with_its_cause_and_charged_to_nothing():
     assert not [line for line in world.log if not line.startswith("status Running 1")]
 
 
+@pytest.mark.parametrize(("saved", "again", "words"), [(30, 0, "nothing"), (29, 1, "1 step")])
+def test_a_step_that_a_survivor_saved_is_in_the_event(saved, again, words):
+    world = poll(running(), 1, killed(0, savedStep=saved, savedBy=2))
+    assert f"; {words} repeated: saved by rank 2 after step {saved}; " in world.events[0].message
+    assert ("lost_steps", again) in [(m.name, m.value) for m in world.measurements]
+
+
 def test_a_round_is_counted_once_however_often_and_by_whom_it_is_heard():
     world = poll(running(), 1, killed(0))
     poll(world, 1, killed(0))

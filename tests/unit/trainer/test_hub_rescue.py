@@ -38,8 +38,10 @@ def test_another_launcher_vouches_before_the_snapshot_counts():
     assert gang.said() == {0: [STOP], 1: [VOUCH, STOP], 2: [STOP]}
     gang.says(1, Rescuing(0, "word", "24 ab"))
     assert gang.said() == {0: [Stop(0, rescue="word", word="24 ab")]}
+    gang.says(0, Rescuing(0, "done", "0 24"))
     gang.stop(0, 1, 2)
     gang.goes(1)
+    assert [(one["savedBy"], one["savedStep"]) for one in gang.hub.history.records] == [(0, 24)]
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,12 @@ def _lost(case: Case, *, snapshots: bool) -> str:
     incident, step = case.incident or _UNKNOWN, _step(case)
     snapshot = incident.get("snapshotStep", incident.get("cause", {}).get("snapshotStep"))
     parts = []
-    if isinstance(step, int) and isinstance(snapshot, int):
+    cause = incident.get("cause", {})
+    if isinstance(saved := cause.get("savedStep"), int):
+        again = max(0, step - saved) if isinstance(step, int) else 0
+        what = f"{again} steps" if again else "nothing"
+        parts.append(f"{what} repeated: saved by rank {cause.get('savedBy')} after step {saved}")
+    elif isinstance(step, int) and isinstance(snapshot, int):
         parts.append(f"{max(0, step - snapshot)} steps, from {snapshot} to {step}")
     elif isinstance(step, int) and step >= 0 and not snapshots:
         parts.append(f"{step} steps, if the program has no checkpoints: there is no spec.snapshot")

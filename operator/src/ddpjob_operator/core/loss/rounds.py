@@ -42,11 +42,14 @@ def count(view: View, change: Change) -> Change:
     free = len(drills) + sum(_by_lost_pod(view.status, polled, one) for one in ended)
     for found, loss in causes:
         what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
+        if found.saved_step is not None and found.saved_by is not None:
+            again = ranges.counted(_repeated(found), "step") if _repeated(found) else "nothing"
+            what += f"; {again} repeated: saved by rank {found.saved_by} after step"
+            what += f" {found.saved_step}"
         change = change.event("Warning", "RestartedInPlace", f"{what}; {_SO}")
         change = change.measure(Measurement("rounds_total", 1, loss.cls))
         if found.step is not None:
-            lost = max(0, found.step - (found.snapshot_step or 0))
-            change = change.measure(Measurement("lost_steps", lost))
+            change = change.measure(Measurement("lost_steps", _repeated(found)))
     for found in drills:
         after = "" if found.step is None else f" after step {found.step}"
         what = f"round {found.number} of attempt {hub} ended{after}, as planned"
@@ -66,6 +69,10 @@ def count(view: View, change: Change) -> Change:
         failures=(*change.status.failures, *(loss for _, loss in causes))[-MAX_FAILURES:],
         timings=replace(change.status.timings, last_round_at=view.now),
     )
+
+
+def _repeated(found: Round) -> int:
+    return max(0, (found.step or 0) - max(found.snapshot_step or 0, found.saved_step or 0))
 
 
 def _reports(seats: Seats, polled: Rounds | None) -> list[Rounds]:

@@ -67,6 +67,8 @@ class Round:
     exception: str = ""
     step: int | None = None
     snapshot_step: int | None = None
+    saved_step: int | None = None
+    saved_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,6 +493,8 @@ def _end(raw: Mapping[str, Any]) -> dict[str, Any]:
         "exception": said,
         "step": opt_count(raw.get("step")),
         "snapshot_step": opt_count(raw.get("snapshotStep")),
+        "saved_step": opt_count(raw.get("savedStep")),
+        "saved_by": opt_count(raw.get("savedBy"), INT32),
     }
 
 

@@ -379,7 +379,10 @@ class _Stopping(_Phase):
 
     def _hear(self, seat: int, said: messages.Rescuing, now: float) -> None:
         """Take an answer; one that comes too late is passed over."""
-        if said.answer == "word":
+        if said.answer == "done":
+            rank, step = map(int, said.word.split())
+            self._hub.outcome.saved = rank, step
+        elif said.answer == "word":
             self._rescue(self._writer, "word", said.word)
         elif seat != self._writer or (
             not self._answer_by and (said.answer, said.word) == ("yes", "")

@@ -89,9 +89,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Rescuing:
-    """Answer a Stop with ``rescue``: yes; no: it does not pay; next: nobody can here; word.
+    """Answer a Stop with ``rescue``: yes; no: it does not pay; next: nobody can here; word; done.
 
-    ``word``: of a worker that vouches; to a yes: "own", where two of this launcher do it alone.
+    ``word``: of a worker that vouches; to a yes: "own", where two of this launcher do it alone;
+    to done: which rank has saved which step.
     """
 
     round: int

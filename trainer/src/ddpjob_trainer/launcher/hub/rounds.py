@@ -84,6 +84,7 @@ class Outcome:
     snapshot_step: int = -1  # the newest that a worker knows of
     lasted: float = 0.0  # seconds from its begin to Stop
     lost: dict[int, str] = field(default_factory=dict)  # replicas without their launcher -> its pod
+    saved: tuple[int, int] | None = None  # by a survivor at the end: its rank, the step
     lost_first: bool = False  # a loss, and no worker's failure, ended the round
     wait_until: float | None = None  # for the replacement of the first that was lost
 
@@ -189,6 +190,8 @@ def decide(
     record = _record(history.round, cause, newest, nproc=outcome.nproc, at=at)
     if loss is not None:
         record |= {"kind": "lost", "replica": loss.replica}
+    if outcome.saved is not None:
+        record["savedBy"], record["savedStep"] = outcome.saved
     if early := ended_early(exits, cause):
         record["exception"] = failure_text(early, cause)
     if _same_again(history.records, record, newest):
