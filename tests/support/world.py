@@ -246,6 +246,7 @@ class World:
         self.machines, self.graceful, self.kueue = machines, graceful, kueue
         self.nodes: Nodes | None = FORBIDDEN
         self.gang_api = gang_api  # the version that serves PodGroups
+        self.report_after = timedelta()
         self.no_gang = ""  # why none can be had all the same
         self.refuse: Callable[[act.CreatePod], ApiError | None] = lambda _: None
         self.refuse_network: Callable[[act.Body], ApiError | None] = lambda _: None
@@ -295,7 +296,9 @@ class World:
         nodes = self.machines.seen(self.now) if self.machines else self.nodes
         found = self._show()
         seen = self.store.seen(found.job.uid, self.job.get("status", {}).get("attempt"))
-        feedback = replace(found.feedback, seen=seen, gang_api=self.gang_api)
+        feedback = replace(
+            found.feedback, seen=seen, gang_api=self.gang_api, report_after=self.report_after
+        )
         feedback = replace(feedback, workloads=self.kueue.seen() if self.kueue else None)
         return plan(found.job, found.pods, feedback, self.now, nodes)
 

@@ -24,14 +24,14 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 884,
-    "operator/src": 12_037,
+    "operator/src": 12_049,
     "trainer/src": 27_779,
     "tools/src": 5_310,
     "plugin/src": 4_960,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 63_971,
+    "tests": 63_986,
 }
 MOST_WORDS = 55_973  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

@@ -453,6 +453,18 @@ def test_progress_is_written_ever_more_seldom(minutes, most):
     assert world.status["progress"]["step"] == minutes * 4
 
 
+def test_of_many_jobs_each_is_written_more_seldom_while_it_is_young_too():
+    world = running()
+    world.report_after = timedelta(seconds=40)
+    world.log.clear()
+    for step in range(8):  # two minutes
+        world.poll(step=step + 1).wait(15)
+    assert len(world.log) == 2
+    world.pods["job-0"]["status"]["containerStatuses"][0]["ready"] = False
+    world.wait(2)
+    assert len(world.log) == 3, "only progress is"
+
+
 @pytest.mark.parametrize("polled", [None, 380])
 def test_the_last_words_of_replica_0_are_the_final_progress(polled):
     """A job that is done would read 380/400: what was polled is older than its report."""

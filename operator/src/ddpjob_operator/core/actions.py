@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any, Final, Literal
 
 from ddpjob_operator.core.objects.ledger import LauncherAccount
@@ -291,6 +291,7 @@ class ApiFeedback:
     away: frozenset[str] = frozenset()  # uids of members whose link to the hub is lost, by
     away_at: datetime | None = None  # the newest answer
     status_written_at: datetime | None = None
+    report_after: timedelta = timedelta()  # between two reports of progress, at most 60 s
     pruned: tuple[Body, Body] | None = None  # the last status that was not stored as it was sent
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
     lease: str = ""  # this operator's, NAMESPACE/NAME; "": it signs nothing

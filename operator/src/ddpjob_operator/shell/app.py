@@ -89,6 +89,7 @@ class App:
             self._known,
             lambda: self._gang_api.version,
             self._elector.where,
+            lambda: self._progress.jobs,
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)
         relist = settings.resync_seconds * _RELIST_FACTOR

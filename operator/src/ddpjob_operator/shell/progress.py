@@ -60,6 +60,11 @@ class ProgressReader:
         # Those that run into the timeout wait for one another only.
         self._gates = {silent: asyncio.Semaphore(_IN_PARALLEL) for silent in (False, True)}
 
+    @property
+    def jobs(self) -> int:
+        """Return how many jobs are asked."""
+        return len(self._due)
+
     async def run(self) -> None:
         """Read until cancelled."""
         async with asyncio.TaskGroup() as group:

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _BUSY_ROUNDS = 25  # busy planning rounds in a row, then slower
 _BUSY_PAUSE = 1.0
+#: Of all jobs that run, as writes of their status: they delay what is decided of others.
+_REPORTS_PER_SECOND = 10
 #: A look at a large gang takes long, and its pods' events come in thousands. After one without
 #: actions the job rests so many times its length: looking takes at most a tenth of the time.
 _REST = 9.0
@@ -41,7 +43,7 @@ class Reconciler:
 
     ``known(namespace)``: its jobs and pods have been listed; until then its jobs are left alone.
     ``gang_api()``: the version of the API that serves PodGroups, "" without one. ``lease``: the
-    operator's, by which jobs name it; "": they do not.
+    operator's, by which jobs name it; "": they do not. ``reporting()``: how many jobs report.
     """
 
     def __init__(
@@ -56,11 +58,12 @@ class Reconciler:
         known: Callable[[str], bool] = lambda _: True,
         gang_api: Callable[[], str] = str,
         lease: str = "",
+        reporting: Callable[[], int] = int,
     ) -> None:
         self._store, self._queue, self._executor = store, queue, executor
         self._metrics, self._leads, self._clock = metrics, leads, clock
         self._metrics_from, self._known = metrics_from, known
-        self._gang_api, self._lease = gang_api, lease
+        self._gang_api, self._lease, self._reporting = gang_api, lease, reporting
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
@@ -106,6 +109,7 @@ class Reconciler:
             gang_api=self._gang_api(),
             lease=self._lease,
             version=__version__,
+            report_after=timedelta(seconds=self._reporting() / _REPORTS_PER_SECOND),
             workloads=self._store.workloads.of(job),
         )
         todo = plan(job, snapshot.pods, feedback, now, snapshot.nodes)

@@ -192,9 +192,10 @@ def write(view: View, change: Change) -> Plan | None:
     if last is not None and _reports_only(change.status, view.status):
         interval = REPORT_INTERVAL
         if replace(view.status, progress=change.status.progress) == change.status:
-            # The longer the gang has run, the less often a step is news.
+            # The longer the gang has run, and the more gangs do, the less often a step is news.
             ran = last - (view.status.timings.running_at or last)
-            interval = max(REPORT_INTERVAL, min(PROGRESS_INTERVAL, ran / 20))
+            seldom = max(ran / 20, view.feedback.report_after)
+            interval = max(REPORT_INTERVAL, min(PROGRESS_INTERVAL, seldom))
         if not view.clock.reached(last + interval):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
