@@ -7,7 +7,7 @@ import socket
 
 from ddpjob_trainer.launcher import host
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Hello
+from ddpjob_trainer.launcher.hub.messages import Hello, LastLine
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import HubServer
 from support.patience import PATIENCE
@@ -22,7 +22,8 @@ class Port:
         listener = host.bind(0)
         self.address = ("127.0.0.1", listener.getsockname()[1])
         self.hub = Hub(own, Limits(3, hold=99.0), lambda *said: self.server.post(*said))  # noqa: PLW0108
-        self.server = HubServer(listener, self.selector, self.hub, self.said.append)
+        self.lines = LastLine(leads=True)
+        self.server = HubServer(listener, self.selector, self.hub, self.said.append, self.lines)
         self.hub.admit(own, 0.0)
 
     def hear(self, now: float = 100.0) -> None:

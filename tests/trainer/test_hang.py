@@ -122,6 +122,23 @@ def test_nothing_is_watched(script, kind):
     assert (code, err) == (0, "")
 
 
+@pytest.mark.fault("T3")
+def test_a_silent_program_is_ended_with_the_stacks_of_all(script, tmp_path):
+    """It has long left the loop, so nothing else watches it."""
+    report = tmp_path / "report"
+    program = script(f"{WORKER}\nwriter.update(phase='done', step=7)\nprint('done')\nasleep()")
+    code, out, err = run(
+        *NO_ROUNDS, "--nproc", "2", "--termination-log", str(report), program,
+        env=environment(output=2),
+    )  # fmt: skip
+    found = json.loads(report.read_bytes())
+    assert (code, found["kind"], found["step"]) == (76, "hang", 7), err
+    assert out.count("done") == 2
+    assert "Hang: the gang hangs: no rank has printed a line for" in found["exception"]
+    assert ["in asleep" in one for one in err.split("--- rank ")[1:3]] == [True, True]
+    assert any(line.startswith("stack: asleep (") for line in found["log"])
+
+
 @pytest.mark.tier("all")
 @pytest.mark.fault("T3")
 def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):

@@ -256,8 +256,7 @@ properties:
             default: 300
       inPlace:
         description: >-
-          Restart in place: when a process fails, all processes of the gang are restarted and the
-          pods kept. Needs our launcher (ddpjob-trainer run); other programs restart with their
+          Restart in place: when a process fails, all of the gang are restarted and the pods kept. Needs our launcher (ddpjob-trainer run); other programs restart with their
           pods. Charged to no budget; off when maxRestarts is 0. A change holds from the next
           attempt on.
         type: object
@@ -332,8 +331,7 @@ properties:
         description: >-
           Arguments with which a program resumes its checkpoint, in every start but the job's
           first: for example ["--resume", "{newest}"], where {newest} is the newest match of
-          resumeWhen, the same for all pods. Our launcher appends them. A change holds for
-          later pods.
+          resumeWhen, the same for all pods. A change holds for later pods.
         type: array
         maxItems: 32
         x-kubernetes-list-type: atomic
@@ -522,14 +520,13 @@ properties:
         default: Auto
   hang:
     description: >-
-      Time without progress after which the trainer's watchdog ends a process (exit code 76)
-      and a restart follows, in place where that is on. Needs our training library. A change
-      holds for pods that are made later.
+      Time without progress after which our launcher ends a process (exit code 76) and a restart
+      follows. Most need our library. A change holds for later pods.
     type: object
     default: {}
     properties:
       startupSeconds:
-        description: Seconds from the start of a process to its first finished step.
+        description: Seconds to a process's first finished step.
         type: integer
         format: int32
         minimum: 1
@@ -549,12 +546,18 @@ properties:
         minimum: 1
         maximum: 2592000
         default: 600
+      outputSeconds:
+        description: Seconds without a line of any rank. Unset = no limit.
+        type: integer
+        format: int32
+        minimum: 1
+        maximum: 2592000
   output:
     description: >-
       How the program prints its numbers: regular expressions of Python with one group, the number,
-      for lines of rank 0. The numbers are shown where our library reports none, and decide nothing.
-      Without expressions the usual forms are read, such as progress bars. Needs our launcher. A
-      change holds for later pods.
+      for lines of rank 0. They are shown where our library reports none, and decide nothing. Else
+      usual forms are read, such as progress bars. Needs our launcher. A change holds for later
+      pods.
     type: object
     properties:
       step:

@@ -84,6 +84,7 @@ TOKEN_KEY: Final = "token"
 HANG_STARTUP_SECONDS: Final = "DDPJOB_HANG_STARTUP_SECONDS"
 HANG_STEP_SECONDS: Final = "DDPJOB_HANG_STEP_SECONDS"
 HANG_SNAPSHOT_SECONDS: Final = "DDPJOB_HANG_SNAPSHOT_SECONDS"
+HANG_OUTPUT_SECONDS: Final = "DDPJOB_HANG_OUTPUT_SECONDS"  # unset: a program may be silent
 
 #: A template may set none of these, nor anything that starts with OWN_PREFIX but for USER_ENV.
 RESERVED_ENV: Final = RENDEZVOUS_ENV + PROCESS_ENV
@@ -292,6 +293,7 @@ class State(TypedDict, total=False):
     proof: Proof
     spent: Spent  # of the launcher of replica 0
     straggler: Straggler
+    silentSeconds: int  # since a rank of the gang printed a line, or made progress with the library
     #: step, totalSteps, loss, stepsPerSecond, as a program prints them that reports no steps.
     printed: dict[str, float]
     metrics: dict[str, float]  # the program's own numbers, by run.log() or as it prints them

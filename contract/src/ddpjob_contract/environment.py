@@ -55,6 +55,7 @@ class Member:
     hang_startup: int
     hang_step: int
     hang_snapshot: int
+    hang_output: int | None
     snapshots: Snapshots | None
     progress_path: str  # "": none
     resume_args: Sequence[str] = ()
@@ -109,6 +110,8 @@ class Member:
                 env[contract.SNAPSHOT_STEP] = self.snapshots.step
             if self.snapshots.ephemeral:
                 env[contract.SNAPSHOT_EPHEMERAL] = 1
+        if self.hang_output:
+            env[contract.HANG_OUTPUT_SECONDS] = self.hang_output
         if self.standby:
             env[contract.STANDBY] = self.standby
         if self.replacement:

@@ -72,6 +72,7 @@ _OF_CONDITION: Final[Mapping[str, str]] = {
     "NamesNotResolved": "check the cluster's DNS",
     "WaitingForReplicas": "look at those that run: kubectl ddp status {job}",
     "CrashLooping": "fix the cause of the failures below; until then it restarts again and again",
+    "NoOutput": "see its last lines: kubectl ddp logs {job}; spec.hang.outputSeconds would end it",
     "CreationFailed": "see the message; it is tried again",
     "SpecInvalid": "correct the field that the message names",
     "TemplateChanged": "change it back, or suspend and resume",

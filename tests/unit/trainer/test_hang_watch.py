@@ -5,12 +5,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from ddpjob_trainer.launcher import hangs
-from ddpjob_trainer.launcher.hangs import HangWatch, StackRequest
+from ddpjob_trainer.launcher.hangs import HangResponse, HangWatch, StackRequest
+from ddpjob_trainer.launcher.hub.messages import LastLine
 from ddpjob_trainer.liveness import stacks as stacks_module
 from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign
 from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter
@@ -150,6 +154,63 @@ def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path,
             process.communicate(timeout=PATIENCE)
 
 
+class Quiet:
+    """A launcher's workers, that print when the test says so; its watch over them."""
+
+    def __init__(self, directory: Path, *, leads: bool = True) -> None:
+        self.lines = LastLine(leads=leads)
+        self.said: list[str] = []
+        self.workers: Any = SimpleNamespace(
+            state_dir=directory, pids={3: 1, 2: 2}, wrote=0.0, stopping=False, dying=False
+        )
+        log: Any = SimpleNamespace(say=self.said.append)
+        names: Any = SimpleNamespace(begin=lambda: None)
+        limits = Deadlines(1e6, 1e6, 1e6, output=10)
+        self.watch = HangResponse(limits, Counter(), log, names, starts=False)
+
+    def ends(self, *seconds: int) -> bool:
+        """Whether a tick in one of these seconds finds a hang."""
+        for now in seconds:
+            self.watch.tick(self.workers, self.lines, 1e6 + now, terminating=False)
+        return bool(self.said)
+
+
+@pytest.mark.fault("T3")
+def test_a_gang_without_a_line_hangs_at_its_limit(tmp_path):
+    quiet = Quiet(tmp_path)
+    assert not quiet.ends(*range(11))
+    quiet.workers.wrote = 1e6 + 10  # any rank
+    assert not quiet.ends(*range(11, 21))
+    assert quiet.ends(21)
+    assert quiet.said[0].startswith("the gang hangs: no rank has printed a line for 11.0 s")
+    assert "DDPJOB_HANG_OUTPUT_SECONDS=10" in quiet.said[0]
+
+
+def test_what_the_library_counts_is_no_silence(tmp_path):
+    quiet, writer = Quiet(tmp_path), RankStateWriter(tmp_path, 2)
+    for now in range(100):
+        writer.mark("forward")
+        assert not quiet.ends(now)
+    assert quiet.ends(*range(100, 111))
+
+
+def test_a_new_round_and_a_launcher_that_was_stopped_begin_again(tmp_path):
+    quiet = Quiet(tmp_path)
+    assert not quiet.ends(0, 5, 500, 501, 502)
+    quiet.watch.begin()
+    assert not quiet.ends(*range(503, 514))
+
+
+def test_a_launcher_waits_for_the_hub_to_tell_of_others(tmp_path):
+    """Of a hub of the version before, which says nothing, it hears nothing, and ends nobody."""
+    quiet = Quiet(tmp_path, leads=False)
+    assert not quiet.ends(*range(100))
+    quiet.lines.hear(2500, 1e6 + 100)
+    quiet.lines.hear(0, 1e6 + 100)
+    assert not quiet.ends(*range(100, 108))
+    assert quiet.ends(108)
+
+
 def test_a_line_per_thread_for_the_report():
     frames = "".join(
         f'  File "/a b/{name}.py", line {n} in {name}\n' for n, name in enumerate("abc")
@@ -174,4 +235,4 @@ def test_who_cannot_answer_is_not_signalled(tmp_path):
         request = StackRequest(_hang(1), tmp_path, {1: process.pid})
         told, brief, code = request.text(), request.brief(), process.poll()
         process.kill()
-    assert (told, brief, code) == ("--- rank 1\nno answer\n", [], None)
+    assert (told, brief, code) == (f"--- rank 1\n{hangs._NONE}\n", [], None)

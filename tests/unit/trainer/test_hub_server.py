@@ -1,6 +1,7 @@
 """The limits of the hub's port: strangers cannot keep a launcher of the gang out."""
 
 import contextlib
+import math
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
@@ -109,6 +110,24 @@ def test_a_link_is_lost_after_5_seconds_of_silence_at_a_running_loop(port):
     client.tick(now + 1.0)
     assert client.lost == "it was silent for 5 s"
     client.leave()
+    client.close()
+
+
+@pytest.mark.parametrize(("hears", "known"), [(True, 95.0), (False, 10.0)])
+def test_launchers_exchange_how_old_the_newest_line_is(port, hears, known):
+    """In ages: each has its own clock. One that does not know it hears nothing."""
+    hello = replace(OTHER, hears=hears)
+    client = HubClient(port.address, hello, port.selector, lambda said: None)
+    port.lines.gang, client.lines.here = 10.0, 95.0
+    while not client.met:
+        port.hear(100.0)
+    port.server.tick(100.0)
+    port.hear(100.0)
+    assert port.lines.gang == known
+    assert client.lines.gang == (10.0 if hears else math.inf)
+    port.server.tick(102.0)
+    port.hear(102.0)
+    assert client.lines.gang == (95.0 if hears else math.inf)
     client.close()
 
 

@@ -75,6 +75,8 @@ NEW = [
     Hello("uid", "pod-1", 1, 2, 3, 4, True, False, rescues=True),
     Stop(2, rescue="write"),
     Rescuing(2, "word", "11 a b"),  # answers such a Stop
+    Hello("uid", "pod-1", 1, 2, 3, 4, True, False, hears=True),
+    Beat(2500),  # to who hears, and its answer
 ]
 LATER = b'{"type":"Regrow","size":2}\n'
 

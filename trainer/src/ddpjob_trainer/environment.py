@@ -209,7 +209,9 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
 
 def _deadlines(env: Mapping[str, str]) -> Deadlines:
     fields = ("hang.startupSeconds", "hang.stepSeconds", "hang.snapshotSeconds")
-    return Deadlines(*(_seconds(env, n, DEFAULTS[of]) for n, of in zip(_HANG, fields, strict=True)))
+    start, step, save = (_seconds(env, n, DEFAULTS[f]) for n, f in zip(_HANG, fields, strict=True))
+    name = contract.HANG_OUTPUT_SECONDS
+    return Deadlines(start, step, save, _seconds(env, name, 0) if env.get(name) else math.inf)
 
 
 def _identity(env: Mapping[str, str]) -> Identity:

@@ -336,6 +336,7 @@ def _env(
         hang_startup=spec.hang.startup,
         hang_step=spec.hang.step,
         hang_snapshot=spec.hang.snapshot,
+        hang_output=spec.hang.output,
         snapshots=snapshots,
         progress_path=spec.restart.progress_path,
         resume_args=spec.restart.resume_args,

@@ -96,7 +96,11 @@ def _incidents(
 
 def true(job: Job) -> list[Object]:
     """Return the conditions that keep it from training, but for what one of them repeats."""
-    bad = ("Invalid", "Stalled", "Failed") if job.phase != "Failed" else ("Invalid", "Failed")
+    bad = (
+        ("Invalid", "Stalled", "Failed", "Silent")
+        if job.phase != "Failed"
+        else ("Invalid", "Failed")
+    )
     conditions = job.status.get("conditions") or []
     return [one for one in conditions if one["status"] == "True" and one["type"] in bad]
 

@@ -255,6 +255,7 @@ class Job:
             hang_startup=value("hang.startupSeconds"),
             hang_step=value("hang.stepSeconds"),
             hang_snapshot=value("hang.snapshotSeconds"),
+            hang_output=value("hang.outputSeconds"),
             snapshots=snapshots,
             progress_path=str(self.progress_path or ""),
             resume_args=self.resume_args,

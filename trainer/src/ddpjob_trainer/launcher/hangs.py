@@ -2,8 +2,9 @@
 
 The supervisor's loop calls it; the workers' records flow in. Deadlines are measured on the
 launcher's clock from when it saw a record change, so a worker that holds the GIL or is stopped is
-found too. A program that does not use our library keeps no record and is not watched. A process for
-which others wait in ddp.start(), as the source shows, is watched from its import of the library on.
+found too. A program that does not use our library keeps no record: its output alone is watched,
+where a limit for that is set. A process for which others wait in ddp.start(), as the source shows,
+is watched from its import of the library on.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
+import ddpjob_contract as contract
 from ddpjob_contract import STATE_MAX_STACKS_BYTES, UNRESOLVED
+from ddpjob_trainer.launcher.hub.messages import LastLine
 from ddpjob_trainer.launcher.output import Log
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
@@ -138,6 +142,25 @@ _LONGEST_POLL_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
 _STACKS_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 0.1  # between two looks whether native stacks have come
+#: All launchers find out within two seconds that the gang is silent: each has its stacks by then.
+_SILENT_SECONDS: Final = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """No rank of the gang has printed a line: nobody knows which one hangs, ``rank`` is ended."""
+
+    rank: int
+    seconds: float
+    limit: float
+    phase: ClassVar = "output"
+
+    def __str__(self) -> str:
+        return (
+            f"the gang hangs: no rank has printed a line for {self.seconds:.1f} s, or given another"
+            f" sign of life; the limit is {contract.HANG_OUTPUT_SECONDS}={self.limit:g}: raise it"
+            " if the program was at work"
+        )
 
 
 class HangWatch:
@@ -152,7 +175,7 @@ class HangWatch:
         self.interval = min(_LONGEST_POLL_SECONDS, deadlines.shortest / 10)
         self._seen: dict[int, tuple[int, int]] = {}  # rank -> pid and marks of its record
         self._at: dict[int, float] = {}  # when that last changed
-        self._polled = 0.0
+        self._polled = self.moved = 0.0  # moved: when any record last changed, or the round began
 
     def poll(self, directory: Path, pids: Mapping[int, int], now: float) -> Hang | None:
         """Return the hanging worker, if one hangs. Cheap when called more often."""
@@ -172,6 +195,8 @@ class HangWatch:
 
     def _sign(self, state: RankState, now: float) -> Sign:
         mark, stopped = (state.pid, state.marks), children.state(state.pid) == "T"
+        if self._seen.get(state.rank) != mark:
+            self.moved = now
         # After the loop silence is fine, but a stopped process never ends.
         if self._seen.get(state.rank) != mark or (state.phase == "done" and not stopped):
             self._seen[state.rank], self._at[state.rank] = mark, now
@@ -179,16 +204,21 @@ class HangWatch:
         return Sign(state, silent, stopped and silent > self._deadlines.shortest)
 
 
+_NONE: Final = "no answer: it does not use the library; py-spy in its image would show more"
+
+
 class StackRequest:
     """Asks workers for the stacks of all their threads when one hangs; reads them later."""
 
-    def __init__(self, hang: Hang, directory: Path, pids: Mapping[int, int]) -> None:
+    def __init__(self, hang: Hang | Silence, directory: Path, pids: Mapping[int, int]) -> None:
         self.hang = hang
         self._directory = directory
-        others = sorted(pids.keys() - {hang.rank})
+        ranks = (hang.rank, *sorted(pids.keys() - {hang.rank}))
         self._trains: dict[int, int] = {}  # rank -> pid of those that were asked
-        self._asked = [rank for rank in (hang.rank, *others) if self._ask(rank, pids)]
-        self._look = Look(self._trains)
+        self._asked = [rank for rank in ranks if self._ask(rank, pids)]
+        self._look = Look(
+            {rank: self._trains.get(rank, pids[rank]) for rank in ranks if rank in pids}
+        )
 
     @property
     def busy(self) -> bool:
@@ -219,7 +249,7 @@ class StackRequest:
         """Return all stacks by rank, that of the hanging rank first."""
         parts = []
         for rank in dict.fromkeys((self.hang.rank, *self._asked)):
-            none = "no answer: it is stopped" if rank in self._asked else "no answer"
+            none = "no answer: it is stopped" if rank in self._asked else _NONE
             parts.append(f"--- rank {rank}\n{self._answer(rank) or none}\n")
         return "".join(parts).encode()[:STATE_MAX_STACKS_BYTES].decode(errors="ignore")
 
@@ -256,25 +286,33 @@ class HangResponse:
         self._request: StackRequest | None = None
         self._answer_at = 0.0
 
-    def tick(self, workers: WorkerGroup, now: float, *, terminating: bool) -> float:
-        """Do the next due action; return when to call again.
+    def tick(
+        self, workers: WorkerGroup, lines: LastLine, now: float, *, terminating: bool
+    ) -> float:
+        """Do the next due action; return when to call again. ``lines``: the last of the gang.
 
         ``terminating``: the launcher is ending, and the grace period bounds every worker.
         """
         if self._request is not None:
-            if now < self._answer_at:
-                return self._answer_at
-            if self._request.busy:
-                return now + _LOOK_SECONDS
+            if not workers.stopping:  # else the next round may begin at once
+                if now < self._answer_at:
+                    return self._answer_at
+                if self._request.busy:
+                    return now + _LOOK_SECONDS
             self._answered(workers, self._request, now)
             self._request = None
         elif not terminating and not workers.stopping and not workers.dying:
-            found = self._watch.poll(workers.state_dir, workers.pids, now)
+            found: Hang | Silence | None = self._watch.poll(workers.state_dir, workers.pids, now)
+            lines.look(now, max(workers.wrote, self._watch.moved))
+            silent, limit = now - lines.gang, self._deadlines.output
+            if found is None and silent > limit and workers.pids:
+                found = Silence(min(workers.pids), silent, limit)
             if found is not None:
                 self._counted[found.phase] += 1
                 self._log.say(f"{found}; stacks of all threads follow")
                 self._request = StackRequest(found, workers.state_dir, workers.pids)
-                self._answer_at = now + _STACKS_SECONDS
+                slow = isinstance(found, Silence)
+                self._answer_at = now + (_SILENT_SECONDS if slow else _STACKS_SECONDS)
                 return self._answer_at
         return now + self._watch.interval
 

@@ -194,7 +194,11 @@ class OutputPump:
     def __init__(
         self, log: Log, *, prefixed: bool, whose: str = "rank ", secret_url: str = ""
     ) -> None:
-        """Create it; ``secret_url``: its password is shown in no report and no evidence."""
+        """Create it; ``secret_url``: its password is shown in no report and no evidence.
+
+        ``wrote``: when a worker last wrote anything.
+        """
+        self.wrote = 0.0
         self._log = log
         self._url = secret_url
         self._prefixed = prefixed
@@ -301,7 +305,9 @@ class OutputPump:
         except BlockingIOError:
             return False
         self._pass_on(stream, data)
-        if not data:
+        if data:
+            self.wrote = time.monotonic()
+        else:
             self._selector.unregister(stream.fd)
             os.close(stream.fd)
             stream.fd = -1

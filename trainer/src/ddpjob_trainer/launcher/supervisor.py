@@ -211,7 +211,9 @@ class Supervisor:
             while self._signals.pending:
                 self._phase.forward(self._signals.pending.pop(0), now)
             terminating = self._ended.signal != 0
-            hangs_due = self._hangs.tick(self._workers, now, terminating=terminating)
+            lines = self._member.link.lines
+            hangs_due = self._hangs.tick(self._workers, lines, now, terminating=terminating)
+            self._counted.silent_seconds = max(0.0, now - lines.gang)
             if isinstance(self._phase, Running):
                 self._phase = self._phase.report(now)
             self._phase.round.look(now)
@@ -327,6 +329,7 @@ class Supervisor:
             gang=self._member.gang,
             results=self._shown(self._summary.read(workers)),
             stacks=self._hangs.stacks,
+            silent=self._counted.silent_seconds if workers.pids else None,
             pace=round_.pace.per_second(time.monotonic()),
         )
 

@@ -207,6 +207,11 @@ class WorkerGroup:
         """Return the running workers: rank -> pid."""
         return {self._config.rank(local_rank): pid for pid, local_rank in self._pids.items()}
 
+    @property
+    def wrote(self) -> float:
+        """Return when a worker of any round last wrote to its output, by the monotonic clock."""
+        return self._pump.wrote
+
     def state(self, local_rank: int) -> RankState | None:
         """Return a worker's last record in this round."""
         return read_state(self.state_dir, self._config.rank(local_rank))

@@ -35,11 +35,15 @@ MEETING_FACTOR: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds without a sign of life after which a rank hangs, by phase."""
+    """Seconds without a sign of life after which a rank hangs, by phase.
+
+    ``output``: without a line of any rank, in any phase; a launcher alone reads those.
+    """
 
     startup: float
     step: float
     snapshot: float
+    output: float = math.inf
 
     @property
     def last_resort(self) -> float:

@@ -115,6 +115,12 @@ LAUNCHER: Final = (
         (),
     ),
     Spec(
+        "silent_seconds",
+        "gauge",
+        "Time since any rank of the gang printed a line, or gave the library a sign of life.",
+        (),
+    ),
+    Spec(
         "value", "gauge", "A number of the program's own, of run.log() or spec.output.", ("name",)
     ),
     Spec("hangs", "counter", "Processes ended because they hung, by phase.", ("phase",)),

@@ -33,6 +33,8 @@ from ddpjob_operator.core.objects.status import Progress, Proof, Straggler, metr
 #: No attempt has so many rounds: a larger number is ignored.
 _ROUNDS: Final = 100_000
 MESSAGE_MAX: Final = 1024
+#: Fewer seconds without a line are no news, and more only as often.
+_SILENT: Final = 600
 #: Kueue's API group, and the prefix of its labels.
 KUEUE: Final = "kueue.x-k8s.io"
 _UID: Final = re.compile("[0-9A-Za-z-]{1,64}")
@@ -264,6 +266,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
         **resumed(raw.get("resumed")),
         proof=proof(raw.get("proof")),
         straggler=straggler(raw.get("straggler")),
+        silent=(opt_count(raw.get("silentSeconds")) or 0) // _SILENT * _SILENT,
         updated_at=now,
     )
 

@@ -80,11 +80,15 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Seconds without a sign of life before the trainer's watchdog ends a phase."""
+    """Seconds without a sign of life before the trainer's watchdog ends a phase.
+
+    ``output``: without a line of any rank; None: a program may be silent.
+    """
 
     startup: int
     step: int
     snapshot: int
+    output: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,7 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
             startup=_number(hang, "hang.startupSeconds"),
             step=_number(hang, "hang.stepSeconds"),
             snapshot=_number(hang, "hang.snapshotSeconds"),
+            output=opt_count(hang.get("outputSeconds"), INT32),
         ),
         scheduling=scheduling,
         fence_after=_fence_after(mapping(raw.get("nodeLost")), raw.get("snapshot")),

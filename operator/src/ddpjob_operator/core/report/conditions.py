@@ -36,6 +36,7 @@ _BRIEF: Final = 80
 #: The only phase in which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
+    "Silent": "Running",
     "Suspended": "Suspended",
     "Complete": "Succeeded",
     "Failed": "Failed",
@@ -48,7 +49,8 @@ _BY_FAILURE: Final = (
 
 def fill(view: View, change: Change) -> Change:
     """Fill in counts, progress, observedGeneration and the condition Ready."""
-    status = replace(change.status, conditions=_by_phase(change.status, view.now))
+    change = change.with_status(conditions=_by_phase(change.status, view.now))
+    status = change.status
     seats, polled = view.seats, view.feedback.progress
     # A suspension is acted on once it has taken effect.
     waits = template_guard.suspends(view) and status.phase not in ("Suspended", *TERMINAL_PHASES)
@@ -68,8 +70,9 @@ def fill(view: View, change: Change) -> Change:
         parts |= {"replicas": counts, "succeeded": seats.succeeded}
     else:
         parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
+    change = _silent(view, change)
     reason, message = _why(view.status, change)
-    parts |= {"reason": reason, "message": message, "conditions": status.conditions}
+    parts |= {"reason": reason, "message": message}
     change = change.with_status(**parts)
     change = _unsupported(view.spec, view.nodes, change, view.now)
     if status.terminal:
@@ -111,7 +114,8 @@ def _why(before: Status, change: Change) -> tuple[str, str]:
             return found.reason, clean(change.briefs.get(type_) or found.message, _BRIEF)
     loss = recovers_from(status)
     if loss is None or status.phase != "Restarting":
-        return "", ""
+        silent = status.condition("Silent")
+        return (silent.reason, silent.message) if silent and silent.status == "True" else ("", "")
     return loss.reason, shorten(loss.exception, _BRIEF)
 
 
@@ -172,6 +176,21 @@ def _straggling(view: View, change: Change) -> Change:
     return change.event("Warning", reason, what) if news else change
 
 
+def _silent(view: View, change: Change) -> Change:
+    """Report that no rank prints anything, nor tells the library of progress."""
+    polled, since = view.feedback.progress, view.status.timings.running_at
+    if change.status.phase != "Running" or polled is None:
+        return change
+    now = polled.updated_at is None or since is None or polled.updated_at >= since
+    if not (polled.silent and now):
+        return change.condition("Silent", False, "Progressing", "", view.now)
+    what = f"no rank has printed a line, or made a step, for {polled.silent // 60} min"
+    old = change.status.condition("Silent")
+    change = change.condition("Silent", True, "NoOutput", what, view.now)
+    news = old is None or old.status == "False"
+    return change.event("Warning", "NoOutput", what) if news else change
+
+
 def _unsupported(spec: Spec, nodes: Nodes | None, change: Change, now: datetime) -> Change:
     if spec.fence_after is not None and nodes is None:
         return change  # not known yet
@@ -214,9 +233,11 @@ def _reports_only(new: Status, old: Status) -> bool:
     def decided(status: Status) -> Status:
         rest = replace(status, replicas=st.Replicas(), progress=st.Progress(), serving={})
         rest = replace(rest, waiting_for_replacement=False)
+        heard = tuple(c for c in rest.conditions if c.type != "Silent")
+        rest = replace(rest, conditions=heard)
         if old.condition("Stalled") is None:
             return rest
-        reported = tuple(c for c in status.conditions if c.type != "Stalled")
+        reported = tuple(c for c in heard if c.type != "Stalled")
         return replace(rest, conditions=reported, reason="", message="", stalled=st.Stalled())
 
     return decided(new) == decided(old) and new.replicas.succeeded == old.replicas.succeeded

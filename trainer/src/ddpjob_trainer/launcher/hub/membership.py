@@ -27,6 +27,7 @@ from ddpjob_trainer.launcher.hub.messages import (
     BEAT_SECONDS,
     Call,
     Hello,
+    LastLine,
     Message,
     Refused,
     Wire,
@@ -47,7 +48,7 @@ class Link:
 
     ``inbox``: the hub's messages. ``lost``: why no more can come, "" while they may. ``unmet``:
     evidence that no hub is where it should be, "" while it may only be late. ``met``: a hub has
-    admitted or called this launcher, and may admit it again.
+    admitted or called this launcher, and may admit it again. ``lines``: the last of the gang.
     """
 
     def __init__(self, hub: Hub | None = None) -> None:
@@ -55,6 +56,7 @@ class Link:
         self.inbox: deque[Message] = deque()
         self.lost = self.unmet = ""
         self.met = False
+        self.lines = LastLine(leads=True)
 
     @property
     def linked(self) -> bool:
@@ -94,6 +96,7 @@ class HubClient(Link):
         least: int = 0,
     ) -> None:
         super().__init__()
+        self.lines = LastLine(leads=False)
         self._tell = tell
         self._refusal = ""  # the last reason for not being admitted yet
         self._passed_over = False  # a message, and said so
@@ -246,7 +249,9 @@ class HubClient(Link):
         if isinstance(message, Refused):
             self._refused(wire, message)
         elif wire is self._wire and isinstance(message, messages.Beat):
-            wire.send(message)
+            self.lines.hear(message.quiet, now)
+            quiet = messages.age(self.lines.here, now) if message.quiet else 0
+            wire.send(messages.Beat(quiet))
         elif wire is self._wire and isinstance(message, messages.Unknown):
             if not self._passed_over:
                 self._tell(str(message))
@@ -295,7 +300,7 @@ class HubClient(Link):
         else:
             self.unmet = f"what listens at {self._where} is no hub of this job: {reason}"
             # The version before closes a link with a field that it does not know.
-            self._hello = replace(self._hello, rescues=False)
+            self._hello = replace(self._hello, rescues=False, hears=False)
             self._ask_no_more(wire)
 
     def _ask_no_more(self, wire: Wire) -> None:
@@ -368,6 +373,7 @@ def join(
         held=-1 if config.replacement else config.replica,
         token=config.env.token,
         rescues=config.env.rescue,
+        hears=True,
     )
     if config.hub_port is not None and config.replica > 0:
         return _follow(config, hello, selector, tell)
@@ -436,7 +442,7 @@ def _lead(
     hub = link.hub = Hub(hello, limits, post, modified, drop, newest)
     calls: Calls | None = None
     if listening is not None:
-        server = HubServer(listening, selector, hub, tell)
+        server = HubServer(listening, selector, hub, tell, link.lines)
         if config.env.replacement:
             call = Call(config.uid, config.attempt, config.pod, config.env.token)
             calls = Calls(config.others(), call, selector, hub.is_present, server.answered)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import math
 import re
 import selectors
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_type_hints
@@ -24,7 +26,7 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit
 MAX_LINE = 64 * 1024
 _KIND = re.compile("[A-Za-z]{1,40}")
 #: Fields that the version before closes a link for: sent only where they say something.
-_LATER = ("foreign", "in_script", "code", "newest", "rescues", "rescue", "word")
+_LATER = ("foreign", "in_script", "code", "newest", "rescues", "rescue", "word", "hears", "quiet")
 #: In an exit's exception, all that the version before knows of a drill.
 _DRILL = "drill"
 
@@ -37,7 +39,7 @@ class Hello:
     which it was made. ``holds``: it waits while a lost launcher is replaced. ``running``: round 0
     of hub ``birth`` runs here; else nothing does. ``standby``: so many stand by in the job.
     ``held``: the replica that it served last, -1: none. ``token``: the job's secret. ``rescues``:
-    a worker here may save the newest step before it is stopped.
+    a worker here may save the newest step before it is stopped. ``hears``: it reads Beat.quiet.
     """
 
     uid: str
@@ -51,6 +53,7 @@ class Hello:
     standby: int = 0
     held: int = -1
     rescues: bool = False
+    hears: bool = False
     token: str = field(default="", repr=False)
 
 
@@ -193,7 +196,13 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The hub says it each second and a launcher answers: the loops at both ends run."""
+    """The hub says it each second and a launcher answers: the loops at both ends run.
+
+    ``quiet``: ms since a rank of the gang, in the answer of this launcher, last printed a line; 0:
+    nothing is said, as to a hub or a launcher that does not know it.
+    """
+
+    quiet: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +281,40 @@ def _objects(found: object) -> tuple[dict[str, Any], ...]:
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ValueError("not a list of objects")
     return tuple(found)
+
+
+# --- The gang's last line -------------------------------------------------------------------------
+
+
+class LastLine:
+    """When a rank last printed, or gave another sign of life: ``here``, and in the whole ``gang``.
+
+    By the monotonic clock of this machine: launchers exchange ages. The gang's is not known, inf,
+    before a hub says it.
+    """
+
+    def __init__(self, *, leads: bool) -> None:
+        self.here = 0.0
+        self.gang = time.monotonic() if leads else math.inf
+        self._looked = math.inf
+
+    def look(self, now: float, here: float) -> None:
+        """Take in when a rank here last did; each second: a longer pause is nobody's silence."""
+        pause = max(0.0, now - self._looked - 2 * BEAT_SECONDS)
+        self._looked = now
+        self.here = max(self.here + pause, here)
+        self.gang = max(self.gang + pause, here)
+
+    def hear(self, quiet: int, now: float) -> None:
+        """Take in an age that another launcher says, 0 for nothing."""
+        if quiet:
+            known = self.gang if self.gang < math.inf else 0.0
+            self.gang = max(known, now - quiet / 1000)
+
+
+def age(at: float, now: float) -> int:
+    """Return Beat.quiet for that time."""
+    return max(1, int((now - at) * 1000))
 
 
 # --- The wire -------------------------------------------------------------------------------------

@@ -19,10 +19,12 @@ from ddpjob_trainer.launcher.hub.messages import (
     Beat,
     Call,
     Hello,
+    LastLine,
     Message,
     Refused,
     Unknown,
     Wire,
+    age,
 )
 
 # --- Connections that come ------------------------------------------------------------------------
@@ -235,7 +237,10 @@ class HubServer:
         selector: selectors.BaseSelector,
         hub: Hub,
         tell: Callable[[str], None],
+        lines: LastLine,
     ) -> None:
+        self._lines = lines
+        self._hears: set[int] = set()  # seats whose launchers read Beat.quiet
         self._hub = hub
         self._tell = tell
         self._passed_over = False  # a message, and said so
@@ -260,9 +265,10 @@ class HubServer:
         """Drop who is silent, link or stranger; return when to call again at the latest."""
         if now >= self._beat_at:
             self._beat_at = now + BEAT_SECONDS
-            for wire in list(self._wires.values()):
+            quiet = age(self._lines.gang, now)
+            for seat, wire in list(self._wires.items()):
                 wire.count_silence(now)
-                wire.send(Beat())
+                wire.send(Beat(quiet if seat in self._hears else 0))
         dues = (self._listener.tick(now), self._beat_at if self._wires else None)
         return min((due for due in dues if due is not None), default=None)
 
@@ -283,6 +289,7 @@ class HubServer:
         if older is not None:
             self._listener.refuse(older, Refused("a newer pod has its place", final=True), now)
         self._wires[seat] = wire
+        (self._hears.add if message.hears else self._hears.discard)(seat)
         wire.received = lambda message, now: self._received(seat, message, now)
         wire.closed = lambda reason, now: self._closed(seat, now)
         self._hub.admit(message, now)
@@ -293,7 +300,9 @@ class HubServer:
             if not self._passed_over:
                 self._tell(str(message))
             self._passed_over = True
-        elif not isinstance(message, Beat):
+        elif isinstance(message, Beat):
+            self._lines.hear(message.quiet, now)
+        else:
             self._hub.receive(seat, message, now)
 
     def _closed(self, seat: int, now: float) -> None:

@@ -48,6 +48,7 @@ class LauncherMetrics:
     round: int = 0
     workers: int = 0
     teardown_seconds: float = 0.0
+    silent_seconds: float = 0.0
     rounds: Counter[str] = field(default_factory=Counter)  # by kind
     hangs: Counter[str] = field(default_factory=Counter)  # by phase
     printed: Mapping[str, float] = field(default_factory=dict)  # metrics of rank 0, by name

@@ -343,12 +343,13 @@ def state_body(
     results: Results | None = None,
     stacks: str = "",
     pace: float | None = None,
+    silent: float | None = None,
 ) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
     ``uid``: of the job, if it is one's. ``attempt``: the hub's number. ``gang``: the hub's facts.
     ``results``: of earlier rounds, shown while this one starts up. ``stacks``: of the last hang.
-    ``pace``: steps per second.
+    ``pace``: steps per second. ``silent``: seconds since any rank of the gang printed a line.
     """
     results = results or Results()
     step, total = results.step, results.total_steps  # unknown before the resume
@@ -365,6 +366,7 @@ def state_body(
         "totalSteps": total or None,
         "stacks": stacks or None,
         "proof": results.proof,
+        "silentSeconds": None if silent is None else int(silent),
         "straggler": results.straggler or None,
         "rounds": list(results.records) or None,
         **results.facts(state),
