@@ -23,7 +23,7 @@ OTHERS = {
     "Deadline",  # a class that the definition has, and that nothing writes
     *("DDPJob", "Pod", "Service", "NetworkPolicy", "PodGroup", "Secret"),  # kinds
     *("Complete", "Invalid", "Stalled", "Unsupported", "Suspended", "ResumeProven"),  # conditions
-    *("Straggling", "Silent"),
+    *("Straggling", "Silent", "Apart"),
     *("Pending", "Starting", "Running", "Restarting", "Succeeded", "Failed"),  # phases
     *("Normal", "Warning"),  # types of Events
     *("DisruptionTarget", "PodScheduled", "Ready", "Completed", "Error", "ErrImagePull"),  # pods'

@@ -256,8 +256,9 @@ class TerminationReport(TypedDict, total=False):
     rounds: list[Round]  # the newest, oldest first, as many as fit
     spent: Spent  # of the launcher of replica 0
     resumed: Resumed
-    printed: dict[str, float]  # these two as in State
+    printed: dict[str, float]  # these three as in State
     metrics: dict[str, float]
+    connected: bool
 
 
 #: In an exception: no address of rank 0 was found; ranks ended early. exits.kind_of() reads it.
@@ -296,5 +297,7 @@ class State(TypedDict, total=False):
     silentSeconds: int  # since a rank of the gang printed a line, or made progress with the library
     #: step, totalSteps, loss, stepsPerSecond, as a program prints them that reports no steps.
     printed: dict[str, float]
+    #: Processes of replica 0 had a connection with another pod of the gang; absent: nobody knows.
+    connected: bool
     metrics: dict[str, float]  # the program's own numbers, by run.log() or as it prints them
     stacks: str  # of all threads of a process that hung

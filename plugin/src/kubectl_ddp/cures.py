@@ -73,6 +73,8 @@ _OF_CONDITION: Final[Mapping[str, str]] = {
     "WaitingForReplicas": "look at those that run: kubectl ddp status {job}",
     "CrashLooping": "fix the cause of the failures below; until then it restarts again and again",
     "NoOutput": "see its last lines: kubectl ddp logs {job}; spec.hang.outputSeconds would end it",
+    "NotConnected": "call init_process_group() without an address: MASTER_ADDR and MASTER_PORT are"
+    " set; or ask for 1 replica",
     "CreationFailed": "see the message; it is tried again",
     "SpecInvalid": "correct the field that the message names",
     "TemplateChanged": "change it back, or suspend and resume",

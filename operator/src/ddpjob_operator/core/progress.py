@@ -17,7 +17,7 @@ from ddpjob_operator.core.objects.observe import Pod, Report
 from ddpjob_operator.core.objects.status import Progress, Restarts, Status
 
 #: Fields of Progress that no later one fills in.
-_NOT_MERGED: Final = ("proof", "straggler", "other_job", "silent", "updated_at")
+_NOT_MERGED: Final = ("proof", "straggler", "other_job", "silent", "connected", "updated_at")
 #: What may come from printed lines alone.
 _SHOWN: Final = ("printed_step", "printed_total_steps", "metrics", "loss", "steps_per_second")
 

@@ -143,7 +143,8 @@ def head_lines(
     if not job.phase:
         lines.append(("Reason", "the operator has not looked at it: does it run?"))
     # For a failed job Stalled repeats the same, for tools that deploy.
-    worth = ("Failed",) if job.phase == "Failed" else ("Invalid", "Stalled", "Straggling", "Silent")
+    troubles = ("Invalid", "Stalled", "Straggling", "Silent", "Apart")
+    worth = ("Failed",) if job.phase == "Failed" else troubles
     lines += [
         (one["type"], f"{one['reason']}: {one['message']}")
         for one in status.get("conditions") or []

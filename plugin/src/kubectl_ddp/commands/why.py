@@ -96,11 +96,8 @@ def _incidents(
 
 def true(job: Job) -> list[Object]:
     """Return the conditions that keep it from training, but for what one of them repeats."""
-    bad = (
-        ("Invalid", "Stalled", "Failed", "Silent")
-        if job.phase != "Failed"
-        else ("Invalid", "Failed")
-    )
+    bad = {"Invalid", "Stalled", "Failed", "Silent", "Apart"}
+    bad -= {"Stalled"} if job.phase == "Failed" else set()
     conditions = job.status.get("conditions") or []
     return [one for one in conditions if one["status"] == "True" and one["type"] in bad]
 

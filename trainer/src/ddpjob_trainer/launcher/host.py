@@ -126,6 +126,52 @@ def bind(port: int, *, reuse: bool = True) -> socket.socket:
     return bound
 
 
+# --- Connections with other pods ------------------------------------------------------------------
+
+_TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+_ESTABLISHED: Final = "01"
+_MAPPED: Final = "0000000000000000FFFF0000"  # before an IPv4 address in a table of IPv6
+_LOOKS: Final = 10  # before it says that there was none
+
+
+class Connections:
+    """``met``: processes here have had a connection with another pod of the gang; None: unknown.
+
+    Pods of the gang are known by their links to the hub, whose ``port`` is open here, if any. What
+    else they are connected by is the program's, at whatever port and by whatever library.
+    """
+
+    def __init__(self, port: int | None) -> None:
+        self.met: bool | None = None
+        self._hub = port
+        self._looks = 0
+        self._due = 0.0
+
+    def look(self, now: float) -> None:
+        """Look once a second while workers run, until one is found."""
+        if self._hub is None or self.met or now < self._due:
+            return
+        self._due = now + 1.0
+        rows = list(_connections())
+        gang = {address for port, address, _ in rows if port == self._hub}
+        if any(address in gang and self._hub not in (here, there) for here, address, there in rows):
+            self.met = True
+        elif gang:
+            self._looks += 1
+            self.met = False if self._looks >= _LOOKS else None
+
+
+def _connections() -> Iterator[tuple[int, str, int]]:
+    """Yield the port here, the address and the port there, of each of this network namespace."""
+    for table in _TABLES:
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            for row in table.read_text().splitlines()[1:]:
+                _, here, there, state, *_ = row.split()
+                if state == _ESTABLISHED:
+                    address, port = there.split(":")
+                    yield int(here.split(":")[1], 16), address.removeprefix(_MAPPED), int(port, 16)
+
+
 # --- Directory ------------------------------------------------------------------------------------
 
 #: Another name than that of earlier versions' directories, which have no lock.

@@ -22,7 +22,7 @@ from ddpjob_contract.resume import shown_words
 from ddpjob_trainer import trace
 from ddpjob_trainer.environment import Key
 from ddpjob_trainer.launcher.hangs import HangResponse, Names
-from ddpjob_trainer.launcher.host import NoRoomError, RuntimeDir, Signals
+from ddpjob_trainer.launcher.host import Connections, NoRoomError, RuntimeDir, Signals
 from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import Go
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
@@ -125,6 +125,8 @@ class Supervisor:
                 " or evicted it ends without a snapshot; start the launcher with `exec`,"
                 " as the last command"
             )
+        # Here others' links come in, by which they are known.
+        self._connections = Connections(config.hub_port if self._member.server else None)
         self._starter = Starter(config, self._runtime_dir, self._selector, say)
         if config.replacement:  # it replaces a lost launcher, or is a standby: it waits for Go
             trace.configure(config.env.trace, -1, 0)
@@ -213,6 +215,8 @@ class Supervisor:
             terminating = self._ended.signal != 0
             lines = self._member.link.lines
             hangs_due = self._hangs.tick(self._workers, lines, now, terminating=terminating)
+            if self._workers.pids:
+                self._connections.look(now)
             self._counted.silent_seconds = max(0.0, now - lines.gang)
             if isinstance(self._phase, Running):
                 self._phase = self._phase.report(now)
@@ -317,7 +321,8 @@ class Supervisor:
     def _shown(self, results: Results) -> Results:
         """Add what the program has printed; values that the library has come first."""
         values = {**self._reading.reader.numbers.metrics, **(results.values or {})}
-        return replace(results, printed=self._reading.facts(), values=values)
+        met = self._connections.met
+        return replace(results, printed=self._reading.facts(), values=values, connected=met)
 
     def _state(self) -> State:
         config, round_, workers = self._config, self._phase.round, self._workers

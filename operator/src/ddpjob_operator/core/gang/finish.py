@@ -13,8 +13,9 @@ from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.change import Change, Clock
-from ddpjob_operator.core.objects.observe import Pod
-from ddpjob_operator.core.objects.ranges import every
+from ddpjob_operator.core.objects.observe import Pod, Report
+from ddpjob_operator.core.objects.ranges import counted, every
+from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.seats import Seats
@@ -37,6 +38,9 @@ def succeed(view: View, change: Change) -> Change:
     progress = _with_last_words(change.status.progress, view.seats.members.get(0), view.now)
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
+    last = view.seats.members.get(0)
+    if last and last.trainer.report and never_met(view.spec, last.trainer.report):
+        message += "; " + apart(view.spec, "never connected", "trained")
     change = change.with_status(progress=progress)
     first = view.seats.members.get(0)
     reported = (view.feedback.progress, first.trainer.report if first else None)
@@ -45,6 +49,19 @@ def succeed(view: View, change: Change) -> Change:
     change = change.condition("Running", False, "Succeeded", message, view.now)
     change = change.condition("Complete", True, "Succeeded", message, view.now)
     return change.event("Normal", "Succeeded", message)
+
+
+def never_met(spec: Spec, said: Progress | Report) -> bool:
+    """Tell whether the launcher of replica 0 found no connection with another replica.
+
+    Host network has the connections of other programs: nothing is said there.
+    """
+    return said.connected is False and spec.replicas > 1 and not spec.template.host_network
+
+
+def apart(spec: Spec, did: str, trains: str) -> str:
+    """Word that the replicas are no gang."""
+    return f"the {counted(spec.replicas, 'replica')} {did}: each {trains} by itself"
 
 
 def fail(view: View, change: Change, reason: str, message: str) -> Change:

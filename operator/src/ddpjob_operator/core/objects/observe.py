@@ -97,6 +97,7 @@ class Report(Round):
     printed_step: int | None = None
     printed_total_steps: int | None = None
     metrics: Mapping[str, float] | None = None
+    connected: bool | None = None
     file_at: datetime | None = None
     rounds: tuple[Round, ...] = ()
     spent: LauncherAccount | None = None
@@ -272,14 +273,15 @@ def progress(raw: object, now: datetime) -> Progress | None:
 
 
 def _printed(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Parse a loss, and the steps that a program without the library has printed."""
-    printed = mapping(raw.get("printed"))
+    """Parse a loss, the steps that a program without the library has printed, and the like."""
+    printed, connected = mapping(raw.get("printed")), raw.get("connected")
     step = opt_count(printed.get("step"))
     return {
         "loss": _rounded(raw.get("loss", printed.get("loss")), 6),
         "printed_step": step,
         # 0: not known any more, where None would leave the old one.
         "printed_total_steps": opt_count(printed.get("totalSteps", step and 0)),
+        "connected": connected if isinstance(connected, bool) else None,
         "metrics": metrics(
             {clean(name, 40): _rounded(v, 6) for name, v in mapping(raw.get("metrics")).items()}
         ),

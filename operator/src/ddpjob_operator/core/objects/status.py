@@ -51,7 +51,7 @@ MAX_MIN_ATTEMPTS: Final = 256
 #: Conditions of ours, and the number that there is room for: others' are kept up to that.
 _CONDITIONS: Final = (
     "Ready", "Running", "Complete", "Failed", "Suspended", "Stalled", "Invalid", "Unsupported",
-    "ResumeProven", "Straggling", "Silent",
+    "ResumeProven", "Straggling", "Silent", "Apart",
 )  # fmt: skip
 _MAX_CONDITIONS: Final = 32
 _MESSAGE: Final = 32_768
@@ -179,6 +179,7 @@ class Progress:
     other_job: bool = False  # that was another job's; it is not stored
     proof: Proof | None = None  # as it was reported; the condition ResumeProven keeps it
     straggler: Straggler | None = None  # the same, for the condition Straggling
+    connected: bool | None = None  # replica 0 with another one; for a condition
     silent: int = 0  # seconds since any rank printed a line, see observe.py; for a condition
     updated_at: datetime | None = None
 

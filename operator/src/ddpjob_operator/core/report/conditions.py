@@ -17,6 +17,7 @@ from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.capacity import template_guard
 from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe, shorten
+from ddpjob_operator.core.gang import finish
 from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
@@ -31,12 +32,15 @@ from ddpjob_operator.core.view import View, recovers_from
 REPORT_INTERVAL: Final = timedelta(seconds=2)
 #: The same for a gang that has run for 20 minutes: a thousand such jobs write 17 times a second.
 PROGRESS_INTERVAL: Final = timedelta(seconds=60)
+#: So long replicas may import and read before they meet; a gang that trains met long before.
+_MEETING: Final = timedelta(minutes=2)
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
 #: The only phase in which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
     "Silent": "Running",
+    "Apart": "Running",
     "Suspended": "Suspended",
     "Complete": "Succeeded",
     "Failed": "Failed",
@@ -70,7 +74,7 @@ def fill(view: View, change: Change) -> Change:
         parts |= {"replicas": counts, "succeeded": seats.succeeded}
     else:
         parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
-    change = _silent(view, change)
+    change = _apart(view, _silent(view, change))
     reason, message = _why(view.status, change)
     parts |= {"reason": reason, "message": message}
     change = change.with_status(**parts)
@@ -114,8 +118,9 @@ def _why(before: Status, change: Change) -> tuple[str, str]:
             return found.reason, clean(change.briefs.get(type_) or found.message, _BRIEF)
     loss = recovers_from(status)
     if loss is None or status.phase != "Restarting":
-        silent = status.condition("Silent")
-        return (silent.reason, silent.message) if silent and silent.status == "True" else ("", "")
+        known = filter(None, map(status.condition, ("Apart", "Silent")))
+        shown = ((one.reason, one.message) for one in known if one.status == "True")
+        return next(shown, ("", ""))
     return loss.reason, shorten(loss.exception, _BRIEF)
 
 
@@ -178,17 +183,38 @@ def _straggling(view: View, change: Change) -> Change:
 
 def _silent(view: View, change: Change) -> Change:
     """Report that no rank prints anything, nor tells the library of progress."""
-    polled, since = view.feedback.progress, view.status.timings.running_at
+    polled = view.feedback.progress
     if change.status.phase != "Running" or polled is None:
         return change
-    now = polled.updated_at is None or since is None or polled.updated_at >= since
-    if not (polled.silent and now):
+    if not (polled.silent and _of_now(view, polled)):
         return change.condition("Silent", False, "Progressing", "", view.now)
     what = f"no rank has printed a line, or made a step, for {polled.silent // 60} min"
     old = change.status.condition("Silent")
     change = change.condition("Silent", True, "NoOutput", what, view.now)
     news = old is None or old.status == "False"
     return change.event("Warning", "NoOutput", what) if news else change
+
+
+def _of_now(view: View, polled: Progress) -> bool:
+    """Tell whether a poll is of the gang that runs."""
+    at, since = polled.updated_at, view.status.timings.running_at
+    return at is None or since is None or at >= since
+
+
+def _apart(view: View, change: Change) -> Change:
+    """Report replicas that have no connection with one another."""
+    polled, since = view.feedback.progress, view.status.timings.running_at
+    if change.status.phase != "Running" or polled is None or since is None:
+        return change
+    if not finish.never_met(view.spec, polled) or not _of_now(view, polled):
+        return change.condition("Apart", False, "Progressing", "", view.now)
+    old = change.status.condition("Apart")
+    news = old is None or old.status == "False"
+    if not news or not view.clock.reached(since + _MEETING):
+        return change
+    what = finish.apart(view.spec, "have no connection", "trains")
+    change = change.condition("Apart", True, "NotConnected", what, view.now)
+    return change.event("Warning", "NotConnected", what)
 
 
 def _unsupported(spec: Spec, nodes: Nodes | None, change: Change, now: datetime) -> Change:
@@ -233,7 +259,7 @@ def _reports_only(new: Status, old: Status) -> bool:
     def decided(status: Status) -> Status:
         rest = replace(status, replicas=st.Replicas(), progress=st.Progress(), serving={})
         rest = replace(rest, waiting_for_replacement=False)
-        heard = tuple(c for c in rest.conditions if c.type != "Silent")
+        heard = tuple(c for c in rest.conditions if c.type not in ("Silent", "Apart"))
         rest = replace(rest, conditions=heard)
         if old.condition("Stalled") is None:
             return rest

@@ -262,6 +262,7 @@ class Results:
     spent: Spent | None = None  # of the launcher of replica 0
     straggler: Straggler | None = None  # of this round
     printed: dict[str, float] | None = None  # what rank 0 has printed in this round
+    connected: bool | None = None  # with another pod of the gang; None: unknown
     values: dict[str, float] | None = None  # numbers of the program's own, by name
 
     def after(self, workers: WorkerGroup) -> Results:
@@ -289,6 +290,7 @@ class Results:
             "fileModifiedAt": as_text(self.modified) if self.modified != NEVER else None,
             "resumed": self.resumed,
             "spent": self.spent,
+            "connected": self.connected,
             # What the library reports counts; without it this is shown, and decides nothing.
             "printed": self.printed if state is None else None,
             "metrics": dict([*(self.values or {}).items()][:_MOST_VALUES]) or None,
