@@ -122,6 +122,7 @@ TROUBLE: dict[str, Callable[[Site], object]] = {
     "DDPJobFailed": lambda site: site.count("finished_total", "Failed", 1),
     "DDPJobLowGoodput": lambda site: site.count("pod_seconds_total", "recovering", 4000),
     "DDPJobNoProgress": lambda site: site.stamp("heartbeat", 901),
+    "DDPJobSilent": lambda site: setattr(site.launcher, "silent_seconds", 1801.0),
     "DDPJobSnapshotTooOld": lambda site: site.stamp("snapshot", 7201),
     "DDPJobSnapshotsFail": lambda site: site.rank.add("snapshot_failures", 2),
     # The last: only who leads speaks of jobs.

@@ -31,7 +31,7 @@ MOST_LINES = {
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_249,
+    "tests": 64_250,
 }
 MOST_WORDS = 56_253  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
