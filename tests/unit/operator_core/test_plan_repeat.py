@@ -88,7 +88,7 @@ def test_failures_that_are_nobodys_or_seldom_are_no_loop():
 #: What shows that the program trains, or that time heals what it did.
 TRAINS: dict[str, dict[str, Any]] = {
     "reports": {"step": 3}, "prints": {"printed": {"step": 3}},
-    "writes": {"fileModifiedAt": "2026-01-02T03:04:05Z"},
+    "writes": {"fileModifiedAt": "2026-01-02T03:04:05Z"}, "has a loss": {"printed": {"loss": 0.5}},
 }  # fmt: skip
 
 
@@ -100,6 +100,22 @@ def test_failures_without_a_step_are_a_loop_however_far_apart(restart):
         world.wait(601).end(0, 1).wait(1).run().poll().wait(5)
         assert loops(world) == (number >= 2 and restart.get("healAfterSeconds") != 600), number
     assert len(world.told("CrashLooping")) <= 1
+
+
+def test_what_saved_each_step_before_it_failed_is_no_loop():
+    world = running(restart={"maxRestarts": 9})
+    for number in range(1, 5):
+        saved = {"step": 1000 * number, "snapshotStep": 1000 * number}
+        world.wait(30).poll(**saved).wait(1800).end(0, 1, message=report(1000 * number))
+        world.wait(300).run().poll(**saved).wait(5)
+        assert not loops(world), number
+
+
+def test_what_may_train_unseen_is_no_loop_where_it_seldom_fails():
+    world = running(restart={"maxRestarts": 9})
+    for number in range(4):
+        world.wait(1800).end(0, 1).wait(300).run().wait(5)
+        assert not loops(world), number
 
 
 @pytest.mark.parametrize("how", TRAINS)

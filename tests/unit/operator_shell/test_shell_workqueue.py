@@ -69,6 +69,22 @@ async def test_idle_keys_wait_for_all_others_and_none_is_lost():
     assert done == ["lost pod", "lost pod", "idle 1", "idle 2"]
 
 
+async def test_an_idle_key_rests_too():
+    queue: WorkQueue[str] = WorkQueue()
+    loop = asyncio.get_running_loop()
+    times: list[float] = []
+
+    async def work(key: str) -> None:
+        times.append(loop.time())
+
+    queue.rest("large", 50)
+    queue.add_idle("large")
+    began = loop.time()
+    async with working(queue, work):
+        await asyncio.sleep(100)
+    assert [round(at - began) for at in times] == [50]
+
+
 async def test_idle_keys_leave_a_worker_to_a_group_that_comes():
     queue: WorkQueue[str] = WorkQueue(group=lambda key: key)
     began: list[str] = []

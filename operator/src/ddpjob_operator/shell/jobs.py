@@ -250,7 +250,7 @@ class Resync:
         self._namespace = namespace
         self._where = f" of namespace {namespace}" if namespace else ""
         self._changed, self._idle, self._seconds = changed, idle, seconds
-        self._news: set[Key] = set()  # of the list that is read
+        self._news: set[Key] = set()  # of a list, until it was read whole
         self._received = received
         self.synced, self.answered = asyncio.Event(), asyncio.Event()
         self.received_at = time.monotonic()
@@ -279,7 +279,6 @@ class Resync:
     async def _list_all(self) -> None:
         newest = self._store.newest(JOBS.plural)
         take = partial(self._take, self._store.job_versions())
-        self._news.clear()
         listing = await self._api.list_all(JOBS, self._namespace, keep=take)
         self._received()
         uids, version = listing.items, listing.resource_version
@@ -289,6 +288,7 @@ class Resync:
             log.info("%s/%s: deleted, and the watch did not report it", *key)
         for key in (*gone, *self._news):
             self._changed(key)
+        self._news.clear()
         for key in self._store.keys_in(self._namespace):
             self._idle(key)
 

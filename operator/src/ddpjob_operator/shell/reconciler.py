@@ -219,7 +219,9 @@ class WorkQueue(Generic[K]):
 
         Ten thousand jobs are looked at with each list, and none of them may delay a lost pod.
         """
-        if key not in self._waiting and key not in self._working:
+        if self._rests.get(key, 0.0) > _now():
+            self.add(key)  # after its rest
+        elif key not in self._waiting and key not in self._working:
             self._idle_keys[key] = None
             self._wake.set()
 
@@ -308,8 +310,7 @@ class WorkQueue(Generic[K]):
     def _next_key(self) -> K | None:
         if (line := self._next_line()) is None:
             spare = not self._working or len(self._working) + 1 < self._workers
-            idle = self._idle_keys and not self._lines and spare
-            return self._idle_keys.popitem(last=False)[0] if idle else None
+            return self._idle_keys.popitem(last=False)[0] if self._idle_keys and spare else None
         key = line.popleft()
         if line:
             self._lines.move_to_end(self._group(key))

@@ -30,10 +30,12 @@ from ddpjob_operator.core.view import View
 CRASH_LOOPING: Final = "CrashLooping"
 #: A loop is so many failures within so short a time, and ends after so long without one. Both
 #: bounds are longer than the longest wait between two attempts, or it would flap. Failures
-#: without a step may be further apart: a rendezvous gives up after ten minutes.
+#: without a step may be further apart: a rendezvous gives up after ten minutes. Where the program
+#: may train unseen, they are no more than that apart.
 _FAILURES: Final = 3
 _RATE: Final = timedelta(minutes=15)
 _QUIET: Final = timedelta(minutes=10)
+_UNSEEN: Final = timedelta(minutes=20)
 #: An image, a name or a volume that fails a gang before its first step may take minutes to come
 #: back. The three waits of the defaults (0, then twice this) are ten minutes.
 STARTUP_SECONDS: Final = 300.0
@@ -143,7 +145,9 @@ def crash_loop(view: View, status: Status) -> Iterator[Stall]:
         return
     newest, within = last[-1], last[-1].detected_at - last[0].detected_at
     longest = max(new.detected_at - old.detected_at for old, new in pairwise(last))
-    if _trained(view, last) or longest.total_seconds() >= (view.spec.restart.heal_after or inf):
+    healed = longest.total_seconds() >= (view.spec.restart.heal_after or inf)
+    unseen = longest > _UNSEEN and all(one.step is None for one in last)
+    if healed or unseen or _trained(view, last):
         if within > _RATE:
             return
         longest = timedelta(0)
@@ -163,11 +167,13 @@ def crash_loop(view: View, status: Status) -> Iterator[Stall]:
 def _trained(view: View, row: Sequence[Failure]) -> bool:
     """Tell whether any failure of a row, or the gang of now, came after a step.
 
-    Lines and files may show one of a program that reports none.
+    Lines and files may show one of a program that reports none. Failures after different steps
+    have one between them, also where it was saved.
     """
     shown, saved = view.status.progress, view.status.restarts.snapshot_step
-    other = (shown.printed_step, shown.file_at) != (None, None)
-    return other or has_trained(view) or any((one.step or 0) > saved for one in row)
+    other = (shown.printed_step, shown.file_at, shown.loss, shown.metrics) != (None,) * 4
+    steps = {one.step or 0 for one in row}
+    return other or has_trained(view) or len(steps) > 1 or max(steps) > saved
 
 
 def of_program(status: Status) -> list[Failure]:
