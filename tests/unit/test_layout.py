@@ -25,13 +25,13 @@ MAX_NAME = 70  # letters of a test's name
 MOST_LINES = {
     "contract/src": 892,
     "operator/src": 12_133,
-    "trainer/src": 27_957,
+    "trainer/src": 27_958,
     "tools/src": 5_311,
     "plugin/src": 4_965,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_282,
+    "tests": 64_294,
 }
 MOST_WORDS = 56_253  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

@@ -168,7 +168,7 @@ class Quiet:
         limits = Deadlines(1e6, 1e6, 1e6, output=10)
         self.watch = HangResponse(limits, Counter(), log, names, starts=False)
 
-    def ends(self, *seconds: int) -> bool:
+    def ends(self, *seconds: float) -> bool:
         """Whether a tick in one of these seconds finds a hang."""
         for now in seconds:
             self.watch.tick(self.workers, self.lines, 1e6 + now, terminating=False)
@@ -197,8 +197,20 @@ def test_what_the_library_counts_is_no_silence(tmp_path):
 def test_a_new_round_and_a_launcher_that_was_stopped_begin_again(tmp_path):
     quiet = Quiet(tmp_path)
     assert not quiet.ends(0, 5, 500, 501, 502)
-    quiet.watch.begin()
+    quiet.watch.begin(1e6 + 503)
     assert not quiet.ends(*range(503, 514))
+
+
+def test_a_round_whose_workers_start_late_does_not_inherit_silence(tmp_path):
+    """A tick before they run, and the next within a second: none of them has been seen yet."""
+    quiet = Quiet(tmp_path)
+    running, quiet.workers.pids = quiet.workers.pids, {}
+    assert not quiet.ends(*range(100))
+    quiet.watch.begin(1e6 + 100)
+    assert not quiet.ends(100)
+    quiet.workers.pids = running
+    assert not quiet.ends(100.5, *range(101, 112))
+    assert quiet.ends(112)
 
 
 def test_a_launcher_waits_for_the_hub_to_tell_of_others(tmp_path):

@@ -276,13 +276,14 @@ class HangResponse:
         self._deadlines = deadlines
         self._counted = counted
         self._log = log
-        self.begin()
+        self.begin(time.monotonic())
 
-    def begin(self) -> None:
+    def begin(self, now: float) -> None:
         """Start over with a round."""
         self.found = ""
         self.names.begin()
         self._watch = HangWatch(self._deadlines, starts=self._starts)
+        self._watch.moved = now
         self._request: StackRequest | None = None
         self._answer_at = 0.0
 

@@ -152,7 +152,7 @@ class Supervisor:
         """Begin a round. ``again``: one was before it here."""
         self._ended.abandoned = False
         trace.configure(self._config.env.trace, -1, key.round)
-        self._hangs.begin()
+        self._hangs.begin(now)
         self._reading.begin()
         self._phase = Running(self._round(key), now)
         if self._refill and again:
