@@ -31,9 +31,9 @@ MOST_LINES = {
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_294,
+    "tests": 64_297,
 }
-MOST_WORDS = 56_253  # of all pages in docs
+MOST_WORDS = 56_258  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

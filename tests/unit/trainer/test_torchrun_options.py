@@ -70,6 +70,10 @@ def test_numa_binding_reaches_torch_before_the_program(monkeypatch):
     config = make_launch_config(read_launcher({}), program, numa_binding="socket")
     plain = make_launch_config(read_launcher({}), program)
     assert config.command == (sys.executable, "-P", "-m", numa.__name__, *plain.command)
+    asked_for = make_launch_config(read_launcher({}), program, numa_binding="node", spares="2")
+    assert asked_for.spares == 0, (
+        "torch opens the GPU, which a called spare may not before its script"
+    )
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(
         binding, "_maybe_apply_numa_binding_to_current_process", lambda **what: asked.append(what)

@@ -281,7 +281,8 @@ def make_launch_config(
     nproc = _nproc(env, nproc)
     ours = uses_our_library(program)
     unsaid = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
-    warm = _spares(spares, program, nproc, rounds, ours=ours)
+    # Without a binding: a spare cannot ask its GPU where it is, see numa.py.
+    warm = _spares(spares, program, nproc, 0 if numa_binding else rounds, ours=ours)
     return LaunchConfig(
         env=env,
         program=program,

@@ -29,7 +29,7 @@ from typing import Any
 
 from ddpjob_trainer import environment
 from ddpjob_trainer.gpu import devices
-from ddpjob_trainer.launcher.processes import children, numa
+from ddpjob_trainer.launcher.processes import children
 
 #: Modules that training imports sooner or later, some as late as in the first step. Found by
 #: comparing sys.modules (tests/trainer/test_spares.py); a missing one costs only time.
@@ -238,7 +238,6 @@ def _wait(line: socket.socket, program: Program, *, called: bool) -> Program:
     # line.
     line.shutdown(socket.SHUT_RDWR)
     line.close()
-    numa.bind(os.environ)
     sys.orig_argv += body["arguments"]
     return replace(program, arguments=(*program.arguments, *body["arguments"]))
 

@@ -1,7 +1,7 @@
 """Bind a training process to the CPUs near its GPU: torchrun's --numa-binding.
 
-The fork server calls bind() in a called spare; a fresh process runs this module, which becomes the
-program. torch asks the GPU where it is, so the launcher, which never holds one, cannot do it.
+A fresh process runs this module, which becomes the program. torch opens the GPU to ask where it is:
+the launcher must never hold one, nor a spare before its script has chosen its GPUs.
 """
 
 from __future__ import annotations
