@@ -27,11 +27,11 @@ MOST_LINES = {
     "operator/src": 12_133,
     "trainer/src": 27_958,
     "tools/src": 5_311,
-    "plugin/src": 4_965,
+    "plugin/src": 4_997,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_297,
+    "tests": 64_324,
 }
 MOST_WORDS = 56_258  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

@@ -24,20 +24,27 @@ class Server:
 
     def __init__(self, *there: str, phases: tuple[str, ...] = ("Running", "Succeeded")) -> None:
         self.there, self.phases, self.refuses = there, list(phases), ""
+        self.interrupts, self.config_map = "", {}
         self.said: list[str] = []
         self.made: dict[str, Any] = {}
 
     def read(self, verb: str, *words: str, given: str | None = None) -> str:
         if verb == "get":
             kind, name = words[0].partition(".")[0], words[1]
+            if kind == "configmap":
+                return json.dumps(self.config_map) if self.config_map else ""
             if words[2] == "--ignore-not-found":
                 return f"{kind}/{name}" if f"{kind} {name}" in self.there else ""
             return json.dumps(self.job(self.phases.pop(0)))
         body = json.loads(given or "{}")
         what = f"{verb} {body.get('kind') or words[0].partition('.')[0]}"
         self.said.append(what)
-        if what == self.refuses:
+        if what == self.interrupts:
+            raise KeyboardInterrupt
+        if what == self.refuses or (what == "create ConfigMap" and self.config_map):
             raise Failure(f"you may not {what}")
+        if what == "delete configmap":
+            self.config_map = {}
         self.made[body.get("kind", "")] = body
         return json.dumps(self.job("") if "DDPJob" in self.made else {})
 
@@ -67,7 +74,7 @@ def test_the_job_owns_its_files_and_each_run_is_a_new_one(run, capsys):
     for server in (Server(), Server(PVC)):
         assert run(server, "--", "--lr", "0.1") == 0
         made = ["create PersistentVolumeClaim"] * (not server.there)
-        assert server.said == [*made, "create DDPJob", "apply ConfigMap"]
+        assert server.said == [*made, "create DDPJob", "create ConfigMap"]
         job = server.made["DDPJob"]
         names.add(name := job["metadata"]["name"])
         assert re.fullmatch(r"train-[a-z0-9]{5}", name)
@@ -101,14 +108,33 @@ def test_a_name_in_use_is_refused_before_anything_is_made(run, capsys):
     assert "there is a job mine: give another --name" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("refused", ["create DDPJob", "apply ConfigMap"])
+@pytest.mark.parametrize("refused", ["create DDPJob", "create ConfigMap"])
 def test_what_was_made_goes_again_when_the_rest_is_refused(run, capsys, refused):
     server = Server()
     server.refuses = refused
     assert run(server) == 1
-    gone = [*["delete ddpjobs"] * (refused != "create DDPJob"), "delete pvc"]
+    gone = ["delete ddpjobs"] * (refused != "create DDPJob")  # the claim may be in use by now
     assert server.said[server.said.index(refused) + 1 :] == gone
     assert f"you may not {refused}" in capsys.readouterr().err
+
+
+def test_ctrl_c_while_the_job_is_made_leaves_none_and_names_it(run, capsys):
+    server = Server()
+    server.interrupts = "create DDPJob"
+    assert run(server, "--name", "n") == 130
+    assert server.said[-2:] == ["create DDPJob", "delete ddpjobs"]
+    assert "n: removed again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("owner", ["n", "other", ""])
+def test_only_a_config_map_of_a_job_of_this_name_is_replaced(run, capsys, owner):
+    server = Server()
+    one = {"apiVersion": "ddpjob.dev/v1alpha1", "kind": "DDPJob", "name": owner, "uid": "old"}
+    server.config_map = {"metadata": {"ownerReferences": [one] * bool(owner)}}
+    assert run(server, "--name", "n") == (0 if owner == "n" else 1)
+    assert server.said[-1] == ("create ConfigMap" if owner == "n" else "delete ddpjobs")
+    said = capsys.readouterr().err
+    assert ("there is a ConfigMap n-files, which is no job's" in said) == (owner != "n")
 
 
 def test_a_dry_run_asks_nobody_and_prints_what_init_does(run, capsys):
@@ -129,11 +155,12 @@ def test_ctrl_c_asks_whether_the_job_goes_on(run, capsys, monkeypatch, answer, g
     monkeypatch.setattr(logs, "follow", interrupted)
     monkeypatch.setattr(os, "isatty", lambda _: answer is not None)
     monkeypatch.setattr(sys.stdin, "readline", lambda: f"{answer}\n", raising=False)
-    assert run(server) == 130
+    assert run(server, "--context", "c") == 130
     said = capsys.readouterr().err
     assert ("Leave train-" in said) == (answer is not None)
     assert ("delete ddpjobs" in server.said) == (not goes_on)
     assert ("`kubectl ddp logs -f train-" in said) == goes_on
+    assert said.count(" --context=c`") == 2 * goes_on
 
 
 def test_files_that_no_config_map_holds_are_laid_on_the_claim_before(run, capsys, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -45,6 +46,11 @@ class Kubectl:
 
     flags: tuple[str, ...] = ()
 
+    @property
+    def more(self) -> str:
+        """Return the flags as the end of a command that is printed."""
+        return "".join(f" {shlex.quote(flag)}" for flag in self.flags)
+
     def start(self, *args: str, **streams: Any) -> subprocess.Popen[str]:
         """Start it, with the ends of its streams as given; raise Failure without kubectl."""
         # It writes UTF-8 whatever the locale is.
@@ -74,8 +80,9 @@ class Kubectl:
     def read(self, *args: str, given: str | None = None) -> str:
         """Run it to its end, with ``given`` on its stdin; return its stdout; raise Failure."""
         stdin = None if given is None else subprocess.PIPE
-        process = self.start(*args, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, said = process.communicate(given)
+        pipe = subprocess.PIPE
+        with self.running(*args, stdin=stdin, stdout=pipe, stderr=pipe) as process:
+            out, said = process.communicate(given)
         if process.returncode:
             raise (Missing if _NO_JOB.search(said) else Failure)(explained(said))
         return out

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from ddpjob_contract import crd
@@ -79,49 +79,71 @@ def _created(kubectl: Kubectl, made: Made) -> Job:
     if kubectl.read("get", DDPJOBS, name, "--ignore-not-found", "-o", "name").strip():
         raise Failure(
             f"there is a job {name}: give another --name, or none; or delete that one first"
-            f" (kubectl delete ddpjob {name}): the new one goes on from its snapshots"
+            f" (kubectl delete ddpjob {name}{kubectl.more}): the new one goes on from its snapshots"
         )
+    for one in (one for one in others if one["kind"] == "PersistentVolumeClaim"):
+        _claim(kubectl, one)
+    if made.uploads:
+        upload.lay(kubectl, body, made.uploads, made.folder)
+    where: list[str] = []
     with contextlib.ExitStack() as undo:
-        for one in (one for one in others if one["kind"] == "PersistentVolumeClaim"):
-            _claim(kubectl, one, undo)
-        if made.uploads:
-            upload.lay(kubectl, body, made.uploads, made.folder)
-        job = Job(json.loads(_create(kubectl, body)))
-        undo.callback(_remove, kubectl, DDPJOBS, name)
-        owner = {"apiVersion": crd.API_VERSION, "kind": crd.KIND, "name": name, "uid": job.uid}
+        # Before: the signal may come when the server has it and kubectl has not said so.
+        undo.callback(_remove, kubectl, name, where)
+        try:
+            job = Job(json.loads(_create(kubectl, body)))
+        except Failure:  # there is none, or another's
+            undo.pop_all()
+            raise
+        where += ["-n", job.namespace]
         for one in (one for one in others if one["kind"] == "ConfigMap"):
-            one["metadata"]["ownerReferences"] = [owner]
-            # One of a deleted job of this name may be left.
-            words = ("apply", "--server-side", "--force-conflicts", "-f", "-")
-            kubectl.read(*words, given=json.dumps(one))
+            _hold(kubectl, one, job)
+        _say(f"{name}: created in namespace {job.namespace}, replicas: {job.replicas}")
         undo.pop_all()
-    _say(f"{name}: created in namespace {job.namespace}, replicas: {job.replicas}")
     return job
 
 
-def _claim(kubectl: Kubectl, body: Object, undo: contextlib.ExitStack) -> None:
+def _claim(kubectl: Kubectl, body: Object) -> None:
+    """Make it where it is missing; nothing deletes it: another run may use it at once."""
     name = body["metadata"]["name"]
     if kubectl.read("get", "pvc", name, "--ignore-not-found", "-o", "name").strip():
         _say(f"claim {name}: used as it is")
         return
     _create(kubectl, body)
-    undo.callback(_remove, kubectl, "pvc", name)
     _say(f"claim {name}: made, {body['spec']['resources']['requests']['storage']}; it stays")
 
 
-def _create(kubectl: Kubectl, body: Object) -> str:
-    return kubectl.read("create", "-f", "-", "-o", "json", given=json.dumps(body))
-
-
-def _delete(kubectl: Kubectl, kind: str, name: str) -> None:
-    kubectl.read("delete", kind, name, "--ignore-not-found", "--wait=false")
-
-
-def _remove(kubectl: Kubectl, kind: str, name: str) -> None:
+def _hold(kubectl: Kubectl, body: Object, job: Job) -> None:
+    """Create the job's ConfigMap; raise Failure where there is one that is no job's."""
+    name, where = body["metadata"]["name"], ("-n", job.namespace)
+    owner = {"apiVersion": crd.API_VERSION, "kind": crd.KIND, "name": job.name}
+    body["metadata"]["ownerReferences"] = [{**owner, "uid": job.uid}]
     try:
-        _delete(kubectl, kind, name)
+        _create(kubectl, body, *where)
+    except Failure:
+        words = ("get", "configmap", name, *where, "--ignore-not-found", "-o", "json")
+        found = json.loads(kubectl.read(*words) or "{}")
+        if not found:
+            raise
+        owners = found["metadata"].get("ownerReferences") or [{}]
+        if not owner.items() <= owners[0].items():  # else one of a deleted job of this name
+            raise Failure(
+                f"there is a ConfigMap {name}, which is no job's: give another --name"
+            ) from None
+        kubectl.read("delete", "configmap", name, *where, "--ignore-not-found")
+        _create(kubectl, body, *where)
+
+
+def _create(kubectl: Kubectl, body: Object, *where: str) -> str:
+    return kubectl.read("create", *where, "-f", "-", "-o", "json", given=json.dumps(body))
+
+
+def _remove(kubectl: Kubectl, name: str, where: Sequence[str]) -> None:
+    _say(f"{name}: removed again")
+    words = ("--ignore-not-found", "--wait=false")
+    try:
+        kubectl.read("delete", DDPJOBS, name, *where, *words)
     except Failure as failure:  # what went wrong before is what matters
-        _say(f"{kind} {name} is left: {failure}")
+        _say(f"{name} is left: {failure}")
 
 
 def _followed(kubectl: Kubectl, job: Job) -> int:
@@ -146,12 +168,14 @@ def _followed(kubectl: Kubectl, job: Job) -> int:
     took = since(moment(timings.get("startedAt")), ended)
     if last.phase == "Succeeded":
         _say(
-            f"{job.name}: Succeeded, after {took}; `kubectl ddp cp {job.name} DIR` has its results"
+            f"{job.name}: Succeeded, after {took}; `kubectl ddp cp {job.name} DIR{kubectl.more}`"
+            " has its results"
         )
         return 0
     if failure := last.status.get("lastFailure"):
         _say(failure_line(failure, ended))
-    _say(f"{job.name}: {last.phase}, after {took}; `kubectl ddp why {job.name}` says why")
+    cure = f"`kubectl ddp why {job.name}{kubectl.more}` says why"
+    _say(f"{job.name}: {last.phase}, after {took}; {cure}")
     return FAILED
 
 
@@ -160,11 +184,12 @@ def _interrupted(kubectl: Kubectl, job: Job) -> int:
         print(f"\nLeave {job.name} running? [Y/n] ", end="", file=sys.stderr, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             if sys.stdin.readline().strip().lower() in ("n", "no"):
-                _delete(kubectl, DDPJOBS, job.name)
+                where = ("-n", job.namespace, "--wait=false")
+                kubectl.read("delete", DDPJOBS, job.name, *where)
                 _say(f"{job.name}: deleted; what it saved stays on its claim")
                 return _INTERRUPTED
     _say(
-        f"{job.name}: goes on; `kubectl ddp logs -f {job.name}` follows it again, `kubectl delete"
-        f" ddpjob {job.name}` ends it"
+        f"{job.name}: goes on; `kubectl ddp logs -f {job.name}{kubectl.more}` follows it again,"
+        f" `kubectl delete ddpjob {job.name}{kubectl.more}` ends it"
     )
     return _INTERRUPTED
