@@ -23,15 +23,15 @@ MAX_NAME = 70  # letters of a test's name
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 892,
-    "operator/src": 12_133,
+    "contract/src": 910,
+    "operator/src": 12_134,
     "trainer/src": 27_958,
     "tools/src": 5_311,
     "plugin/src": 4_997,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_324,
+    "tests": 64_333,
 }
 MOST_WORDS = 56_258  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

@@ -128,6 +128,15 @@ def test_a_status_that_is_none_is_no_status(value):
     assert status.from_dict(value) == status.from_dict({})
 
 
+@pytest.mark.parametrize("path", [p for p in SPEC if p[0] == "output"], ids=".".join)
+def test_hostile_expressions_of_output_are_bounded(path):
+    for value in HOSTILE:
+        world = deepcopy(worlds()["Running"])
+        world.job["spec"] = poison(world.job["spec"], path, value)
+        job = observe.job(world.job)
+        assert peak(lambda job=job: spec_.read(job.spec, "job")) < 1
+
+
 @given(poisons=st.lists(st.tuples(st.sampled_from(SPEC), WHICH), min_size=1))
 def test_whatever_is_in_the_spec_the_planner_has_an_answer(poisons):
     world = deepcopy(worlds()["Running"])

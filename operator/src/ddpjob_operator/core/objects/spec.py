@@ -202,7 +202,8 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
 
 
 def _output(raw: object) -> str:
-    text = json.dumps(raw, sort_keys=True) if raw and isinstance(raw, Mapping) else ""
+    kept = output.bounded(mapping(raw))
+    text = json.dumps(kept, sort_keys=True) if kept else ""
     if why := _flaw_of_output(text):
         raise SpecError(f"spec.output.{why}")
     return text
