@@ -195,7 +195,7 @@ def test_four_rights_are_enough_to_look(stage, gang, port, control_plane, tmp_pa
     assert step(said) == "43"
 
     def stacks_told() -> str:
-        done = viewer.run("stacks", gang)
+        done = viewer.run("stacks", gang, "--hung")
         return done.stdout if (done.returncode, done.stderr) == (0, "") else ""
 
     stacks = heard(stacks_told, lambda said: f"--- {gang}-1" in said)
@@ -232,7 +232,7 @@ def test_what_a_right_is_missing_for_is_said(stage, gang, port, control_plane, t
     assert cells(done.stdout.splitlines()[-1])[:4] == ["2", stage.kubelet.node, "Running", "yes"]
     right = "you may not get pods/proxy in namespace"
     heard(lambda: without.run("status", gang).stderr, lambda said: right in said)
-    heard(lambda: without.refuses("stacks", gang), lambda said: right in said)
+    heard(lambda: without.refuses("stacks", gang, "--hung"), lambda said: right in said)
     assert "you may not list ddpjobs" in nobody.refuses("status", "-A")
     assert "in all namespaces" in nobody.refuses("status", "-A")
 

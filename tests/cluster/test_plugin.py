@@ -36,7 +36,7 @@ def stacks(plugin: Plugin, wanted: str) -> str:
     """What `stacks` tells once that is there: it waits for 3 s, too short for a slow machine."""
 
     def told() -> str | None:
-        done = plugin.run("stacks", NAME)
+        done = plugin.run("stacks", NAME, "--hung")
         whole = (done.returncode, done.stderr) == (0, "")
         return done.stdout if whole and re.search(wanted, done.stdout) else None
 
@@ -80,6 +80,24 @@ def test_snapshots_are_listed_in_a_pod(site, plugin):
     assert head.split()[:4] == ["DIRECTORY", "ATTEMPT", "ROUND", "STEP"]
     assert rows
     assert all(int(row.split()[3]) % 10 == 0 for row in rows)
+
+
+@pytest.mark.tier("all")
+def test_stacks_show_where_each_rank_is_and_it_trains_on(site, plugin):
+    before = site.status(NAME)["restarts"]
+    told = plugin.says("stacks", NAME)
+    ranks = re.findall(r"^--- ranks? ([\d,-]+)$", told, re.MULTILINE)
+    assert sorted(gang_ranks(ranks)) == [0, 1, 2], told
+    assert "no answer" not in told
+    assert "digits.py" in told
+    assert len(plugin.says("stacks", NAME, "--replica", "1").split("--- rank 1\n")) == 2
+    assert site.status(NAME)["restarts"] == before
+
+
+def gang_ranks(shown: list[str]) -> list[int]:
+    """0-2,5 in numbers."""
+    runs = [one.split("-") for text in shown for one in text.split(",")]
+    return [rank for run in runs for rank in range(int(run[0]), int(run[-1]) + 1)]
 
 
 @pytest.mark.tier("all")

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from support.launching import NO_ROUNDS, run
-from support.patience import PATIENCE
+from support.launching import NO_ROUNDS, finished, free_ports, launched, run
+from support.patience import PATIENCE, wait_for
 from support.rounds import UNHURRIED, patched, two_launchers
 from support.tiers import some_in_gate
 
@@ -221,3 +221,38 @@ def test_rank_0_hangs_and_not_those_that_wait_for_its_buffers(script, tmp_path, 
     found = json.loads(report.read_bytes())
     assert (found["kind"], found["rank"]) == ("hang", 0), found
     assert f"({activity})" in found["exception"]
+
+
+LIVE = """
+if rank == 0:
+    directory = Path(os.environ["DDPJOB_TRAINER_STATE_DIR"])
+    stacks.enable(directory, rank)
+    heartbeat.RankStateWriter(directory, rank)
+def looked_at():
+    open(os.environ["READY"] + str(rank), "w").close()
+    while not os.path.exists(os.environ["READY"]):
+        time.sleep(0.02)
+looked_at()
+"""
+
+
+def test_a_look_at_ranks_that_run_kills_nobody(script, tmp_path):
+    """`ddpjob-trainer stacks`: rank 1 has no handler, as a program without the library."""
+    (port,) = free_ports(1)
+    imports = "from pathlib import Path\nfrom ddpjob_trainer.liveness import heartbeat, stacks\n"
+    alone = "import faulthandler\nif rank == 1: faulthandler.unregister(stacks.REQUEST)\n"
+    ready = tmp_path / "ready"
+    words = ("--nproc", "2", "--metrics-port", str(port), script(imports + alone + LIVE))
+    with launched(*words, env={"READY": str(ready)}) as process:
+        wait_for(lambda: (tmp_path / "ready0").exists() and (tmp_path / "ready1").exists(), "both")
+        look = ("-m", "ddpjob_trainer", "stacks", "--metrics-port")
+        code, told = finished(*look, port, DDPJOB_UID="")
+        nobody, why = finished(*look, free_ports(1)[0])
+        ready.touch()
+        process.communicate(timeout=PATIENCE)
+    first, second = told.split("--- rank 1\n")
+    assert (code, process.returncode) == (0, 0), told
+    assert first.startswith("--- rank 0\n")
+    assert "in looked_at" in first
+    assert second.startswith("no answer: it has not imported ddpjob_trainer")
+    assert (nobody, "no launcher answers at port" in why) == (1, True)

@@ -117,6 +117,43 @@ def test_the_list_of_snapshots_that_an_image_prints_moves_no_cursor(tmp_path, ca
     assert capfd.readouterr().out == "STEP\n?]52;c;aGk=? 10\n"
 
 
+#: What `ddpjob-trainer stacks` says in each pod; that of j-1 runs torchrun.
+STACKS = """\
+--- rank {0}
+Thread 0x7f{0} (most recent call first):
+  File "/t.py", line 9 in forward
+--- rank {1}
+Thread 0x7f{1} (most recent call first):
+  File "/t.py", line 9 in for\033[2Jward
+"""
+
+
+def test_stacks_of_ranks_that_are_equal_are_shown_once(tmp_path, capfd, monkeypatch):
+    job, found = plugin.job(), [plugin.pod(n, 1) for n in range(3)]
+    job["spec"]["replicas"] = 3
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    (tmp_path / "pods.json").write_text(json.dumps({"items": found}))
+    (tmp_path / "j-0").write_text(STACKS.format(0, 1))
+    (tmp_path / "j-2").write_text(STACKS.format(4, 5))
+    fake = """
+    case "$1 $2" in
+    "get ddpjobs.ddpjob.dev") cat $HERE/job.json ;;
+    "get pods") cat $HERE/pods.json ;;
+    "exec -n") [ "$7 $8 $9" = "-- ddpjob-trainer stacks" ] && cat $HERE/$4 ;;
+    esac
+    """
+    for name, value in plugin.fake_kubectl(tmp_path, fake).items():
+        monkeypatch.setenv(name, value)
+    assert cli.run(["stacks", "j"]) == 0
+    out, err = capfd.readouterr()
+    one = '(most recent call first):\n  File "/t.py", line 9 in for'
+    assert out == (
+        f"--- ranks 0,4\nThread 0x7f0 {one}ward\n\n--- ranks 1,5\nThread 0x7f1 {one}?[2Jward\n\n"
+    )
+    assert err.startswith("j-1: ")
+    assert cli.run(["stacks", "j", "--replica", "1"]) == 1
+
+
 def test_a_replica_that_is_not_there_is_refused_and_snapshots_need_no_verb():
     assert gang.chosen(job(), None) == {0, 1}
     assert gang.chosen(job(), 1) == {1}
@@ -172,7 +209,7 @@ def test_without_stacks_it_is_said_whether_anybody_watches(say, words, monkeypat
     monkeypatch.setattr(gang, "find_job", lambda *_: found)
     monkeypatch.setattr(gang, "find_members", lambda *_: {0: Member(pod(state={"running": {}}))})
     monkeypatch.setattr(gang, "ask", lambda *_: (answers, ""))
-    said = cli.run(["stacks", "d"])
+    said = cli.run(["stacks", "d", "--hung"])
     out, err = capsys.readouterr()
     assert said == (not say.state)
     assert re.search(words, err if said else out)

@@ -25,7 +25,7 @@ STRANGERS = {
     "the API server and its policies, the scheduler, kubelets, runtimes": "core/evidence"
     " core/failure_text core/actions capacity/refusals shell/scheduling",
     "kubectl, kubelets, commands in a pod": "kubectl_ddp/kubectl kubectl_ddp/evidence"
-    " kubectl_ddp/reader",
+    " kubectl_ddp/reader commands/pods",
 }
 
 

@@ -155,9 +155,12 @@ def parser() -> argparse.ArgumentParser:
     _job(one)
     _full(one)
     _job(add("account", "where the job's pod-hours went, its goodput and its end", account.run))
-    one = add("stacks", "stacks of the last process that hung, from each pod", pods.stacks)
+    right = "Needs the right to create pods/exec, and `ddpjob-trainer run` in the pods."
+    one = add("stacks", "where each process is now: its stacks", pods.stacks, epilog=right)
     _job(one)
     _replica(one)
+    hung = "those of the last process that hung instead, from each pod; needs get on pods/proxy"
+    one.add_argument("--hung", action="store_true", help=hung)
     _job(add("suspend", "remove the pods and keep the job", suspension.suspend))
     _job(add("resume", "start a suspended job again, from its newest snapshot", suspension.resume))
     one = add(

@@ -42,7 +42,7 @@ _OF_CLASS: Final[Mapping[str, str]] = {
     "Killed": "find out who sent SIGKILL: an admin, a script; or the kernel, short of memory on"
     " the node (kubectl describe node)",
     "OOM": "raise the container's memory limit, or use less: smaller batches, fewer workers",
-    "Hang": "see where it was: kubectl ddp stacks {job}; if it was at work, raise spec.hang",
+    "Hang": "see where it was: kubectl ddp stacks {job} --hung; if it was at work, raise spec.hang",
     "Startup": "see why it did not come up: kubectl ddp events {job}; or raise"
     " startupDeadlineSeconds",
     "Diverged": "ranks disagree, or the loss is no number: docs/guides/determinism.md",

@@ -16,8 +16,8 @@ from ddpjob_trainer.launcher import hangs
 from ddpjob_trainer.launcher.hangs import HangResponse, HangWatch, StackRequest
 from ddpjob_trainer.launcher.hub.messages import LastLine
 from ddpjob_trainer.liveness import stacks as stacks_module
-from ddpjob_trainer.liveness.hang import Deadlines, Hang, Sign
-from ddpjob_trainer.liveness.heartbeat import RankState, RankStateWriter
+from ddpjob_trainer.liveness.hang import Deadlines
+from ddpjob_trainer.liveness.heartbeat import RankStateWriter
 from support.launching import PATHS
 from support.patience import PATIENCE
 
@@ -120,10 +120,6 @@ def _worker(directory: Path, rank: int) -> subprocess.Popen[str]:
     return process
 
 
-def _hang(rank: int) -> Hang:
-    return Hang(Sign(RankState(rank, "step", activity="data"), 11.0), 10.0)
-
-
 def _answered(request: StackRequest) -> str:
     """A whole answer, however slowly it is written: the script's own frame is the last."""
     deadline = time.monotonic() + PATIENCE
@@ -133,21 +129,20 @@ def _answered(request: StackRequest) -> str:
     return text
 
 
-def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path, monkeypatch):
+def test_stacks_of_all_threads_from_outside_even_while_the_gil_is_held(tmp_path):
     running = [_worker(tmp_path, rank) for rank in (0, 1)]
     try:
         pids = {rank: process.pid for rank, process in enumerate(running)}
         running[0].send_signal(signal.SIGSTOP)
-        text = _answered(StackRequest(_hang(1), tmp_path, pids))
+        text = _answered(StackRequest(1, tmp_path, pids))
         assert text.startswith("--- rank 1\n")
         assert "in in_c_with_the_gil" in text
         assert text.count("(most recent call first)") == 2
         assert "--- rank 0\nno answer: it is stopped" in text
         assert running[1].poll() is None  # it lives on
-        request = StackRequest(_hang(1), tmp_path, pids)
+        request = StackRequest(1, tmp_path, pids)
         assert _answered(request).count("in in_c_with_the_gil") == 1  # no more of the first answer
-        monkeypatch.setattr(hangs, "STATE_MAX_STACKS_BYTES", 100)
-        assert len(request.text()) <= 100
+        assert len(request.text(100)) <= 100
     finally:
         for process in running:
             process.kill()
@@ -244,7 +239,7 @@ def test_a_line_per_thread_for_the_report():
 def test_who_cannot_answer_is_not_signalled(tmp_path):
     """Without a handler the signal would end the process."""
     with subprocess.Popen(["sleep", "600"], process_group=0) as process:
-        request = StackRequest(_hang(1), tmp_path, {1: process.pid})
+        request = StackRequest(1, tmp_path, {1: process.pid})
         told, brief, code = request.text(), request.brief(), process.poll()
         process.kill()
     assert (told, brief, code) == (f"--- rank 1\n{hangs._NONE}\n", [], None)

@@ -24,7 +24,7 @@ COMMANDS = {
     "logs": "logs of all replicas, each line with its pod",
     "events": "the story of a job and its pods: Events and failures",
     "account": "where the job's pod-hours went, its goodput and its end",
-    "stacks": "stacks of the last process that hung, from each pod",
+    "stacks": "where each process is now: its stacks",
     "suspend": "remove the pods and keep the job",
     "resume": "start a suspended job again, from its newest snapshot",
     "snapshots": "the snapshots of a job, looked up in one of its pods",

@@ -84,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_snapshot(commands)
     evidence.add(commands)
+    _add_looks(commands)
     return parser
 
 
@@ -181,6 +182,25 @@ def _add_snapshot(commands: Any) -> None:
         one.add_argument("directory", type=Path, metavar="DIR", help=where)
     one.add_argument("out", type=Path, metavar="FILE", help="file to write; must not exist")
     one.add_argument("--step", type=int, metavar="N", help="which one (default: the newest valid)")
+
+
+def _add_looks(commands: Any) -> None:
+    what = "print the stacks of all ranks of this pod, as they are now"
+    stacks = commands.add_parser("stacks", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    where = f"where the launcher serves /metrics (default: ${contract.METRICS_PORT})"
+    stacks.add_argument("--metrics-port", type=int, metavar="PORT", help=where)
+
+
+def _look(options: argparse.Namespace) -> int:
+    from ddpjob_trainer.launcher.reports import live
+
+    try:
+        env = read_launcher(os.environ)
+    except ConfigError as error:
+        _say(str(error))
+        return 1
+    uid = "" if env.replica is None else env.identity.uid
+    return live.ask(options.command, options.metrics_port or env.metrics_port, uid)
 
 
 def _snapshot(options: argparse.Namespace) -> int:
@@ -285,6 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _evidence(options)
     if options.command == "snapshot":
         return _snapshot(options)
+    if options.command == "stacks":
+        return _look(options)
     return _run(options)
 
 

@@ -3,19 +3,89 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from subprocess import PIPE
 
 from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import gang, reader
-from kubectl_ddp.gang import Job
-from kubectl_ddp.kubectl import Failure, Kubectl
-from kubectl_ddp.text import clean
+from kubectl_ddp.gang import Job, Member
+from kubectl_ddp.kubectl import Failure, Kubectl, explained
+from kubectl_ddp.text import clean, ranges
+
+_AT_ONCE = 32  # kubectl that run beside each other
+#: Each rank's stacks follow such a line. Threads have other addresses in each process.
+_RANK = re.compile(r"^--- rank (\d+)(.*)\n", re.MULTILINE)
+_ADDRESS = re.compile(r"0x[0-9a-f]+|\bpid \d+|Process \d+")
 
 
 def stacks(kubectl: Kubectl, options: argparse.Namespace) -> int:
-    """Print the stacks of each pod that has some; raise Failure."""
+    """Print where the processes of each pod are now, or were as they hung; raise Failure."""
     job = gang.find_job(kubectl, options.job)
     members = gang.find_members(kubectl, job)
     wanted = gang.chosen(job, options.replica)
+    if options.hung:
+        return _hung(kubectl, job, members, wanted)
+    alive = [one for n, one in sorted(members.items()) if one.running and n in wanted]
+    if not alive:
+        raise Failure(
+            f"no pod of {job.name} runs: `kubectl ddp stacks {job.name} --hung` shows the last hang"
+        )
+
+    found = _in_pods(kubectl, job, alive, "stacks")
+    texts = [text for text in found if isinstance(text, str)]
+    if isinstance(found[0], Failure) and not texts:
+        raise found[0]
+    for member, text in zip(alive, found, strict=True):
+        if isinstance(text, Failure):
+            print(f"{member.name}: {clean(str(text))}", file=sys.stderr)
+    for ranks, how, shown in grouped(texts):
+        print(f"--- rank{'s' * (len(ranks) > 1)} {ranges(ranks)}{how}\n{clean(shown)}\n")
+    return 0
+
+
+def grouped(texts: Iterable[str]) -> list[tuple[list[int], str, str]]:
+    """Group ranks whose stacks are equal: the ranks, by which program, the text of the first."""
+    groups: dict[tuple[str, str], tuple[list[int], str, str]] = {}
+    for text in texts:
+        _, *parts = _RANK.split(text)
+        for rank, how, shown in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            key = how, _ADDRESS.sub("", shown)
+            groups.setdefault(key, ([], how, shown.rstrip()))[0].append(int(rank))
+    return sorted(groups.values())
+
+
+def _in_pod(kubectl: Kubectl, job: Job, member: Member, *words: str) -> str:
+    return kubectl.read(*_exec(job, member, *words))
+
+
+def _exec(job: Job, member: Member, *words: str) -> tuple[str, ...]:
+    where = ("-n", job.namespace, member.name, "-c", member.container)
+    return ("exec", *where, "--", "ddpjob-trainer", *words)
+
+
+def _in_pods(
+    kubectl: Kubectl, job: Job, members: Sequence[Member], *words: str
+) -> list[str | Failure]:
+    """Run the command in all pods, in some at once; return what each printed, or why not."""
+    found: list[str | Failure] = []
+    while some := members[len(found) :][:_AT_ONCE]:
+        with contextlib.ExitStack() as stack:
+            begun = [
+                stack.enter_context(
+                    kubectl.running(*_exec(job, one, *words), stdout=PIPE, stderr=PIPE)
+                )
+                for one in some
+            ]
+            for process in begun:
+                out, said = process.communicate()
+                found.append(Failure(explained(said)) if process.returncode else out)
+    return found
+
+
+def _hung(kubectl: Kubectl, job: Job, members: Mapping[int, Member], wanted: set[int]) -> int:
     alive = [(job, n, one) for n, one in sorted(members.items()) if one.running and n in wanted]
     reports, refusal = gang.ask(kubectl, alive, "state")
     if refusal:
@@ -68,9 +138,8 @@ def snapshots(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if not alive:
         raise Failure(_without_pods(job))
     member = alive[0]
-    command = ["ddpjob-trainer", "snapshot", "ls", member.environment(_DIRECTORY)]
-    where = ("-n", job.namespace, member.name, "-c", member.container)
-    for line in kubectl.read("exec", *where, "--", *command).splitlines():
+    listed = _in_pod(kubectl, job, member, "snapshot", "ls", member.environment(_DIRECTORY))
+    for line in listed.splitlines():
         print(clean(line))  # the job's image may print what it likes
     return 0
 

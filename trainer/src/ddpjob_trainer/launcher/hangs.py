@@ -79,8 +79,8 @@ class Names:
 
 
 # --- Stacks in C, CUDA or NCCL: by py-spy or pystack, where one is installed ----------------------
-# StackRequest starts a look when a worker hangs, and takes the text before it kills the worker. The
-# program runs in a thread, for some seconds at most.
+# StackRequest starts a look, and takes the text before a worker that hangs is killed. The program
+# runs in a thread, for some seconds at most.
 
 #: Each stops the process, reads its stacks and lets it go on.
 _PROGRAMS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -142,6 +142,7 @@ _LONGEST_POLL_SECONDS: Final = 1.0
 #: The answer is written within milliseconds, unless the process is stopped or swapped out.
 _STACKS_SECONDS: Final = 1.0
 _LOOK_SECONDS: Final = 0.1  # between two looks whether native stacks have come
+_PATIENT_SECONDS: Final = 10.0  # where no process is to be ended
 #: All launchers find out within two seconds that the gang is silent: each has its stacks by then.
 _SILENT_SECONDS: Final = 3.0
 
@@ -204,26 +205,31 @@ class HangWatch:
         return Sign(state, silent, stopped and silent > self._deadlines.shortest)
 
 
-_NONE: Final = "no answer: it does not use the library; py-spy in its image would show more"
+_NONE: Final = "no answer: it has not imported ddpjob_trainer; py-spy in its image would show more"
 
 
 class StackRequest:
-    """Asks workers for the stacks of all their threads when one hangs; reads them later."""
+    """Asks workers for the stacks of all their threads; reads them later."""
 
-    def __init__(self, hang: Hang | Silence, directory: Path, pids: Mapping[int, int]) -> None:
-        self.hang = hang
+    def __init__(self, first: int, directory: Path, pids: Mapping[int, int]) -> None:
+        self._first = first  # rank
         self._directory = directory
-        ranks = (hang.rank, *sorted(pids.keys() - {hang.rank}))
+        self._ranks = (first, *sorted(pids.keys() - {first}))
         self._trains: dict[int, int] = {}  # rank -> pid of those that were asked
-        self._asked = [rank for rank in ranks if self._ask(rank, pids)]
+        self._asked = [rank for rank in self._ranks if self._ask(rank, pids)]
         self._look = Look(
-            {rank: self._trains.get(rank, pids[rank]) for rank in ranks if rank in pids}
+            {rank: self._trains.get(rank, pids[rank]) for rank in self._ranks if rank in pids}
         )
 
     @property
     def busy(self) -> bool:
         """Return whether native stacks are still being read."""
         return self._look.busy
+
+    @property
+    def waits(self) -> bool:
+        """Return whether one that was asked has not answered."""
+        return not all(map(self._answer, self._asked))
 
     def native(self) -> str:
         """Return native stacks by rank, "" where no program for them is installed."""
@@ -236,6 +242,8 @@ class StackRequest:
         # process that trains: same process group.
         if not pid or children.group_of(pid) != pids.get(rank):
             return False
+        if not children.catches(pid, stacks.REQUEST):
+            return False
         asked = stacks.request(self._directory, rank, pid)
         if asked:
             self._trains[rank] = pid
@@ -243,19 +251,29 @@ class StackRequest:
 
     def brief(self) -> list[str]:
         """Return the hanging rank's answer, a line per thread."""
-        return stacks.brief(self._answer(self.hang.rank))
+        return stacks.brief(self._answer(self._first))
 
-    def text(self) -> str:
-        """Return all stacks by rank, that of the hanging rank first."""
+    def text(self, most: int = STATE_MAX_STACKS_BYTES) -> str:
+        """Return all stacks by rank, that of the first one first, cut to so many bytes."""
         parts = []
-        for rank in dict.fromkeys((self.hang.rank, *self._asked)):
+        for rank in self._ranks:
             none = "no answer: it is stopped" if rank in self._asked else _NONE
             parts.append(f"--- rank {rank}\n{self._answer(rank) or none}\n")
-        return "".join(parts).encode()[:STATE_MAX_STACKS_BYTES].decode(errors="ignore")
+        return "".join(parts).encode()[:most].decode(errors="ignore")
 
     def _answer(self, rank: int) -> str:
         asked = rank in self._asked
         return stacks.read(self._directory, rank, STATE_MAX_STACKS_BYTES) if asked else ""
+
+
+def look(directory: Path, pids: Mapping[int, int]) -> str:
+    """Return the stacks of workers that run now, by rank, once all are whole."""
+    request, most = StackRequest(min(pids), directory, pids), len(pids) * STATE_MAX_STACKS_BYTES
+    before, seen, until = "", request.text(most), time.monotonic() + _PATIENT_SECONDS
+    while request.busy or ((request.waits or seen != before) and time.monotonic() < until):
+        time.sleep(_LOOK_SECONDS)
+        before, seen = seen, request.text(most)
+    return seen + request.native()
 
 
 class HangResponse:
@@ -311,7 +329,8 @@ class HangResponse:
             if found is not None:
                 self._counted[found.phase] += 1
                 self._log.say(f"{found}; stacks of all threads follow")
-                self._request = StackRequest(found, workers.state_dir, workers.pids)
+                self._hang = found
+                self._request = StackRequest(found.rank, workers.state_dir, workers.pids)
                 slow = isinstance(found, Silence)
                 self._answer_at = now + (_SILENT_SECONDS if slow else _STACKS_SECONDS)
                 return self._answer_at
@@ -323,7 +342,7 @@ class HangResponse:
         self.found = self.stacks + seen
         self._log.put(2, self.found.encode(errors="replace"))
         if not workers.stopping:
-            hang = request.hang
+            hang = self._hang
             lost = self.names.trouble if hang.phase == "startup" else ""
             why = f"Hang: {lost}; {hang}" if lost else f"Hang: {hang}"
             workers.mark_hung(hang.rank, why, request.brief(), now)

@@ -21,7 +21,7 @@ from ddpjob_contract import Round, State
 from ddpjob_contract.resume import shown_words
 from ddpjob_trainer import trace
 from ddpjob_trainer.environment import Key
-from ddpjob_trainer.launcher.hangs import HangResponse, Names
+from ddpjob_trainer.launcher.hangs import HangResponse, Names, look
 from ddpjob_trainer.launcher.host import Connections, NoRoomError, RuntimeDir, Signals
 from ddpjob_trainer.launcher.hub import membership, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import Go
@@ -30,7 +30,7 @@ from ddpjob_trainer.launcher.local_round import LocalRound, Parked, Phase, Runni
 from ddpjob_trainer.launcher.output import Events, Log, OutputPump
 from ddpjob_trainer.launcher.printed import Reading
 from ddpjob_trainer.launcher.processes import children
-from ddpjob_trainer.launcher.reports import endpoints, evidence, termination
+from ddpjob_trainer.launcher.reports import endpoints, evidence, live, termination
 from ddpjob_trainer.launcher.reports.endpoints import LauncherMetrics, forget_dead
 from ddpjob_trainer.launcher.reports.state import Results, Summary, state_body
 from ddpjob_trainer.launcher.rescue import Rescuer
@@ -313,10 +313,18 @@ class Supervisor:
         healthy = lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS  # noqa: E731
         try:
             if port is not None:
-                return endpoints.serve(port, metrics, self._counted, self._state, healthy)
+                return endpoints.serve(
+                    port, metrics, self._counted, self._state, healthy, self._look
+                )
         except OSError as error:
             self._log.say(f"no /state and /metrics: port {port}: {error.strerror}")
         return None
+
+    def _look(self, path: str, query: str, local: bool) -> tuple[int, str]:
+        uid = "" if self._config.standalone else self._config.uid
+        if not local:
+            return endpoints.NONE
+        return live.answer(self._workers, uid, path, query, look)
 
     def _shown(self, results: Results) -> Results:
         """Add what the program has printed; values that the library has come first."""

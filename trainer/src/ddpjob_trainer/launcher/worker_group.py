@@ -204,8 +204,8 @@ class WorkerGroup:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Return the running workers: rank -> pid."""
-        return {self._config.rank(local_rank): pid for pid, local_rank in self._pids.items()}
+        """Return the running workers: rank -> pid. A thread may ask."""
+        return {self._config.rank(local_rank): pid for pid, local_rank in [*self._pids.items()]}
 
     @property
     def wrote(self) -> float:

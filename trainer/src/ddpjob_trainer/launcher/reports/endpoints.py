@@ -1,7 +1,7 @@
 """Serve /state, /healthz and /metrics of a launcher, on one port, from a thread.
 
 The supervisor starts it; the operator, probes and Prometheus ask. So may strangers without end:
-what they get is made at most once a second.
+what they get is made at most once a second. What live.py answers is for clients in the pod.
 """
 
 from __future__ import annotations
@@ -120,6 +120,9 @@ _MAX_HEAD = 16 * 1024
 #: A client may send nothing, or read nothing, for so long.
 _IDLE_SECONDS = 5.0
 _KEPT_SECONDS = 1.0
+#: Answers other pages: path, query and whether a client on this machine asks -> status, text.
+Look = Callable[[str, str, bool], tuple[int, str]]
+NONE = (404, "try /state, /healthz or /metrics\n")
 _T = TypeVar("_T")
 
 
@@ -227,6 +230,7 @@ def serve(
     counted: LauncherMetrics,
     state: Callable[[], State],
     healthy: Callable[[], bool],
+    look: Look = lambda *_: NONE,
 ) -> Server:
     """Serve until end(). Port 0 takes a free one. Raises OSError when the port is in use."""
     metrics, kept = _Kept(lambda: as_text(metrics_dir, counted)), _Kept(state)
@@ -262,7 +266,8 @@ def serve(
                 content = "text/plain; version=0.0.4; charset=utf-8"
                 self._reply(200, metrics(), content)
             else:
-                self._reply(404, b"try /state, /healthz or /metrics\n", "text/plain")
+                code, text = look(path, query, _is_local(self.client_address[0]))
+                self._reply(code, text.encode(errors="replace"), "text/plain")
 
         def _reply(self, code: int, body: bytes, content: str) -> None:
             self.send_response(code)
