@@ -25,15 +25,15 @@ MAX_NAME = 70  # letters of a test's name
 MOST_LINES = {
     "contract/src": 910,
     "operator/src": 12_134,
-    "trainer/src": 27_958,
-    "tools/src": 5_311,
-    "plugin/src": 4_997,
+    "trainer/src": 28_235,
+    "tools/src": 5_312,
+    "plugin/src": 5_093,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_333,
+    "tests": 64_501,
 }
-MOST_WORDS = 56_258  # of all pages in docs
+MOST_WORDS = 56_462  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

@@ -161,6 +161,10 @@ def parser() -> argparse.ArgumentParser:
     _replica(one)
     hung = "those of the last process that hung instead, from each pod; needs get on pods/proxy"
     one.add_argument("--hung", action="store_true", help=hung)
+    one = add("profile", "a profile of one rank's next steps", pods.profile, epilog=right)
+    _job(one)
+    one.add_argument("--rank", type=int, default=0, metavar="N", help="which one (default: 0)")
+    one.add_argument("--steps", type=int, default=5, metavar="N", help="how many (default: 5)")
     _job(add("suspend", "remove the pods and keep the job", suspension.suspend))
     _job(add("resume", "start a suspended job again, from its newest snapshot", suspension.resume))
     one = add(

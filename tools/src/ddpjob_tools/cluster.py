@@ -25,6 +25,7 @@ COMMANDS = {
     "events": "the story of a job and its pods: Events and failures",
     "account": "where the job's pod-hours went, its goodput and its end",
     "stacks": "where each process is now: its stacks",
+    "profile": "a profile of one rank's next steps",
     "suspend": "remove the pods and keep the job",
     "resume": "start a suspended job again, from its newest snapshot",
     "snapshots": "the snapshots of a job, looked up in one of its pods",

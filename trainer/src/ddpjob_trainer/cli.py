@@ -187,8 +187,13 @@ def _add_snapshot(commands: Any) -> None:
 def _add_looks(commands: Any) -> None:
     what = "print the stacks of all ranks of this pod, as they are now"
     stacks = commands.add_parser("stacks", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    what = "profile steps of a rank of this pod, and print where the trace lies"
+    profile = commands.add_parser("profile", help=what, description=f"{what[0].upper()}{what[1:]}.")
+    profile.add_argument("--rank", type=int, required=True, metavar="N", help="which one")
+    profile.add_argument("--steps", type=int, default=5, metavar="N", help="how many (default: 5)")
     where = f"where the launcher serves /metrics (default: ${contract.METRICS_PORT})"
-    stacks.add_argument("--metrics-port", type=int, metavar="PORT", help=where)
+    for one in (stacks, profile):
+        one.add_argument("--metrics-port", type=int, metavar="PORT", help=where)
 
 
 def _look(options: argparse.Namespace) -> int:
@@ -200,7 +205,8 @@ def _look(options: argparse.Namespace) -> int:
         _say(str(error))
         return 1
     uid = "" if env.replica is None else env.identity.uid
-    return live.ask(options.command, options.metrics_port or env.metrics_port, uid)
+    more = {name: vars(options)[name] for name in ("rank", "steps") if name in options}
+    return live.ask(options.command, options.metrics_port or env.metrics_port, uid, **more)
 
 
 def _snapshot(options: argparse.Namespace) -> int:
@@ -305,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _evidence(options)
     if options.command == "snapshot":
         return _snapshot(options)
-    if options.command == "stacks":
+    if options.command in ("stacks", "profile"):
         return _look(options)
     return _run(options)
 

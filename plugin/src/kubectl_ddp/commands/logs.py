@@ -201,9 +201,9 @@ def _past(
     for name in ("attempt", "round", "rank"):
         if getattr(options, name) is not None:
             words += [f"--{name}", str(getattr(options, name))]
-    seat = -1 if options.rank is None else _seat(job, options.rank // _nproc(members))
+    number = -1 if options.rank is None else number_of(job, options.rank // processes(members))
     allowed = reader.consent(options)
-    text = evidence.read(kubectl, job, members, *words, seat=seat, allowed=allowed)
+    text = evidence.read(kubectl, job, members, *words, seat=number, allowed=allowed)
     lines = text.splitlines()
     tail = len(lines) if options.tail is None else max(0, options.tail)
     for line in lines[len(lines) - tail :]:
@@ -221,21 +221,23 @@ def _living(job: Job, members: Mapping[int, Member], options: argparse.Namespace
         return None
     if options.attempt is not None and options.attempt > now:
         raise Failure(f"--attempt {options.attempt}: {job.name} has had {now}")
-    nproc = _nproc(members)
-    if options.rank >= nproc * job.replicas and members:
-        raise Failure(f"--rank {options.rank}: {job.name} has 0 to {nproc * job.replicas - 1}")
-    member = members.get(_seat(job, options.rank // nproc))
+    each = processes(members)
+    if options.rank >= each * job.replicas and members:
+        raise Failure(f"--rank {options.rank}: {job.name} has 0 to {each * job.replicas - 1}")
+    member = members.get(number_of(job, options.rank // each))
     moved = bool(job.status.get("serving"))
     if member is None or not member.started or moved:
         return None
     return member if options.attempt is None or member.attempt <= options.attempt else None
 
 
-def _seat(job: Job, replica: int) -> int:
+def number_of(job: Job, replica: int) -> int:
+    """Return the number of the pod that serves a replica, -1: none."""
     return next((seat for one, seat in job.places if one == replica), -1)
 
 
-def _nproc(members: Mapping[int, Member]) -> int:
+def processes(members: Mapping[int, Member]) -> int:
+    """Return how many processes a pod has."""
     found = (one.environment("PET_NPROC_PER_NODE") for one in members.values())
     return max(1, next((int(text) for text in found if text.isdecimal()), 1))
 

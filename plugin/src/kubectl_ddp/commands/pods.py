@@ -1,4 +1,4 @@
-"""Ask the pods of a job: `kubectl ddp stacks` and `kubectl ddp snapshots`."""
+"""Ask the pods of a job: `kubectl ddp stacks`, `profile` and `snapshots`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from subprocess import PIPE
 
 from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import gang, reader
+from kubectl_ddp.commands import logs
 from kubectl_ddp.gang import Job, Member
 from kubectl_ddp.kubectl import Failure, Kubectl, explained
 from kubectl_ddp.text import clean, ranges
@@ -55,6 +56,23 @@ def grouped(texts: Iterable[str]) -> list[tuple[list[int], str, str]]:
             key = how, _ADDRESS.sub("", shown)
             groups.setdefault(key, ([], how, shown.rstrip()))[0].append(int(rank))
     return sorted(groups.values())
+
+
+def profile(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    """Have a rank profile its next steps; print where the trace lies. Raises Failure."""
+    job = gang.find_job(kubectl, options.job)
+    members = gang.find_members(kubectl, job)
+    member = members.get(logs.number_of(job, options.rank // logs.processes(members)))
+    if member is None or not member.running:
+        raise Failure(f"no pod of {job.name} runs rank {options.rank}")
+    words = ("--rank", str(options.rank), "--steps", str(options.steps))
+    path = clean(_in_pod(kubectl, job, member, "profile", *words).strip())
+    print(path)
+    print(
+        f"`kubectl ddp cp {job.name}:{path} DIR` brings it; ui.perfetto.dev shows it",
+        file=sys.stderr,
+    )
+    return 0
 
 
 def _in_pod(kubectl: Kubectl, job: Job, member: Member, *words: str) -> str:

@@ -68,6 +68,9 @@ _MARK_AT: Final = _HEAD.size
 _BODY_AT: Final = _MARK_AT + _MARK.size
 _SPENT_AT: Final = _BODY_AT + _BODY.size
 _TEXT_AT: Final = _SPENT_AT + _SPENT.size
+#: The launcher writes it: 0: nobody looks there, 1: the loop does, N + 1: profile N steps.
+_ORDER = Struct("<H")
+_ORDER_AT: Final = BLOCK - _ORDER.size
 
 
 class StepSeconds(NamedTuple):
@@ -178,6 +181,16 @@ class RankStateWriter:
         """Publish the seconds of the steps so far."""
         self._block[_SPENT_AT:_TEXT_AT] = _SPENT.pack(*seconds)
 
+    @property
+    def ordered(self) -> int:
+        """Return how many steps the launcher wants profiled, 0 mostly."""
+        steps: int = _ORDER.unpack_from(self._block, _ORDER_AT)[0]
+        return max(0, steps - 1)
+
+    def take_orders(self) -> None:
+        """Say that the loop looks at each step, and has done what was ordered."""
+        self._block[_ORDER_AT:] = _ORDER.pack(1)
+
     def failed(self, exception: BaseException) -> None:
         """Record why this process ends, unless its run has finished."""
         if self._ending != "finished":
@@ -250,6 +263,25 @@ def read_report(directory: Path, name: str) -> Any:
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and len(str(found)) < 4 * BLOCK else None
+
+
+def profile_path(directory: Path, rank: int) -> Path:
+    """Return where a rank says how its profile went: JSON, ``path`` or ``error``."""
+    return directory / f"rank-{rank}.profile"
+
+
+def order(directory: Path, rank: int, steps: int) -> bool:
+    """Order a profile of a rank's next steps; False: its loop does not look, or is at one."""
+    try:
+        with path_of(directory, rank).open("r+b", buffering=0) as file:
+            file.seek(_ORDER_AT)
+            if file.read() != _ORDER.pack(1):
+                return False
+            file.seek(_ORDER_AT)
+            file.write(_ORDER.pack(steps + 1))
+    except OSError:
+        return False
+    return True
 
 
 def read_state(directory: Path, rank: int) -> RankState | None:

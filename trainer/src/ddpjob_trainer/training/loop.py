@@ -90,6 +90,7 @@ class Loop:
                 self._resume()
                 self._device_watch.start()
                 while not self._is_last():
+                    self._process.profiler.step_begins(self.finished_steps)
                     step = self._begin()
                     self.within_step = True
                     yield step  # the script's body: forward, backward, commit
@@ -107,6 +108,7 @@ class Loop:
             finally:
                 self.within_step = False
                 self._device_watch.stop()
+                self._process.profiler.end()
                 self._input.close()
                 self.guard.stop()
             with self._process.shutdown.peers("the end of run.steps()"):

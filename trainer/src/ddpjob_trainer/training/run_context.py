@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.gradients.elastic import Averaging
 from ddpjob_trainer.snapshot.manager import SnapshotManager
+from ddpjob_trainer.telemetry.profile import Profiler
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.training.replay.records import Recorder
 from ddpjob_trainer.training.replay.replay import Drill, Replay
@@ -27,6 +28,7 @@ class RunContext:
     mismatch: CallMismatch
     replay: Replay
     drill: Drill
+    profiler: Profiler
     rescue: Rescue | None = None  # None: it is off
 
     def before_update(self) -> None:

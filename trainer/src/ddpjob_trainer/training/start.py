@@ -35,6 +35,7 @@ from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.remote.client import check_upload
 from ddpjob_trainer.telemetry.event_log import EventLog
+from ddpjob_trainer.telemetry.profile import Profiler
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.run_log import Sink, tensorboard
 from ddpjob_trainer.training import shutdown
@@ -166,9 +167,11 @@ def start(
     if rescues and env.state_dir is not None and settings.directory is not None:
         rescue = Rescue(env.state_dir, world, manager)
         shutdown.before_leaving = rescue.hold
+    profiler = Profiler(writer, env.rank, env.state_dir, settings.directory)
     process = RunContext(
-        world, shutdown, progress, manager, averaging, recorder, mismatch, replay, drill, rescue
-    )
+        world, shutdown, progress, manager, averaging, recorder, mismatch, replay, drill, profiler,
+        rescue,
+    )  # fmt: skip
     return Run(process, options)
 
 
