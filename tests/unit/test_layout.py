@@ -33,7 +33,7 @@ MOST_LINES = {
     "studies": 3_723,
     "tests": 64_501,
 }
-MOST_WORDS = 56_462  # of all pages in docs
+MOST_WORDS = 56_484  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
