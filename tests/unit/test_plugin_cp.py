@@ -84,6 +84,7 @@ def test_without_pods_one_is_made_and_deleted_again(copy, tmp_path):
     mount, scratch = container["volumeMounts"]
     assert (mount["mountPath"], mount["readOnly"]) == (str(tmp_path), True)
     assert (container["image"], scratch["mountPath"]) == ("i", "/tmp")
+    assert "sizeLimit" not in json.dumps(made), "a model has any size"
     assert (tmp_path / "deleted").exists()
 
 
@@ -135,3 +136,62 @@ def test_half_an_archive_is_no_copy(copy, tmp_path, size):
     (tmp_path / "tar").chmod(0o755)
     done = copy("j", "home", pods=(plugin.pod(0, 1),))
     assert (done.returncode, "the copy broke off" in done.stderr) == (1, True)
+
+
+def test_a_broken_copy_leaves_the_earlier_one(copy, tmp_path):
+    pods = (plugin.pod(0, 1),)
+    assert copy("j:output/deep", "home", pods=pods).returncode == 0
+    (tmp_path / "tar").write_text('#!/bin/sh\n/bin/tar "$@" | head -c 1100\n')
+    (tmp_path / "tar").chmod(0o755)
+    done = copy("j:output/deep", "home", pods=pods)
+    assert (done.returncode, "the copy broke off" in done.stderr) == (1, True)
+    assert files(tmp_path / "home") == {"w.bin": bytes(range(256))}
+
+
+@pytest.mark.parametrize(("says", "code"), [
+    ("./log: file changed as we read it", 0),
+    ("./log: File removed before we read it", 0),
+    ("./log: File shrank by 3 bytes; padding with zeros", 1),
+])  # fmt: skip
+def test_a_file_that_grows_is_a_copy_one_that_shrinks_is_none(copy, tmp_path, says, code):
+    end = "./x: file changed as we read it"
+    script = f'#!/bin/sh\n/bin/tar "$@"; printf "tar: %s\\n" "{says}" "{end}" >&2; exit 1\n'
+    (tmp_path / "tar").write_text(script)
+    (tmp_path / "tar").chmod(0o755)
+    done = copy("j", "home", pods=(plugin.pod(0, 1),))
+    assert (done.returncode, says in done.stderr) == (code, True)
+
+
+def test_the_reason_of_tar_is_said(copy, tmp_path):
+    end = "Exiting with failure status due to previous errors"
+    script = f'#!/bin/sh\nprintf "tar: %s\\n" "./log: Input/output error" "{end}" >&2; exit 2\n'
+    (tmp_path / "tar").write_text(script)
+    (tmp_path / "tar").chmod(0o755)
+    done = copy("j", "home", pods=(plugin.pod(0, 1),))
+    assert (done.returncode, "./log: Input/output error" in done.stderr) == (1, True)
+
+
+@pytest.mark.parametrize("linked", ["log", "deep"])
+def test_links_at_home_lead_nowhere_else(copy, tmp_path, linked):
+    """A link at a file's place is replaced; nothing goes through one on the way."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else/log").write_text("mine")
+    (tmp_path / "home" / linked).symlink_to(tmp_path / "else" / ("log" * (linked == "log")))
+    done = copy("j", "home", pods=(plugin.pod(0, 1),))
+    assert files(tmp_path / "else") == {"log": b"mine"}
+    assert done.returncode == (linked == "deep")
+    assert ("home/deep: a link" in done.stderr) == (linked == "deep")
+
+
+def test_hostile_times_and_names_are_no_crash(copy, tmp_path):
+    with tarfile.open(tmp_path / "evil.tar", "w", format=tarfile.PAX_FORMAT) as archive:
+        for name, time in (("late", 2**70), ("n\0l", 0)):
+            one = tarfile.TarInfo("x")
+            one.pax_headers = {"path": name, "mtime": str(time)}
+            archive.addfile(one)
+    (tmp_path / "tar").write_text('#!/bin/sh\ncat "$HERE/evil.tar"\n')
+    (tmp_path / "tar").chmod(0o755)
+    done = copy("j", "home", pods=(plugin.pod(0, 1),))
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert files(tmp_path / "home") == {"late": b""}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kubectl_ddp import cli, gang
+from kubectl_ddp import cli, gang, reader
 from kubectl_ddp.commands import logs
 from kubectl_ddp.kubectl import Failure, Kubectl
 from kubectl_ddp.script import manifest, upload
@@ -189,7 +189,8 @@ def test_files_that_no_config_map_holds_are_laid_on_the_claim_before(run, capsys
 POD = """
 case "$1" in
   create) cat > "$HERE/pod.json" ;;
-  get) echo '{"metadata": {}, "spec": {}, "status": {"phase": "Running"}}' ;;
+  get) [ -e "$HERE/looked" ] && now=Running || now=Pending; touch "$HERE/looked"
+    echo '{"metadata": {}, "spec": {}, "status": {"phase": "'$now'"}}' ;;
   delete) touch "$HERE/deleted" ;;
   exec) while [ "$1" != -- ]; do shift; done; shift; exec "$@" ;;
 esac
@@ -200,6 +201,7 @@ esac
 def test_the_claim_gets_the_files_alone_and_no_pod_stays(monkeypatch, tmp_path, works):
     for name, value in plugin.fake_kubectl(tmp_path, POD).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(reader, "_SECONDS", 0.0)  # a node may take an hour to come
     (tmp_path / "large").write_bytes(bytes(10**6))
     (tmp_path / "link").symlink_to("large")
     folder = tmp_path / "claim/j/files"

@@ -36,7 +36,9 @@ _FORBIDDEN = re.compile(
     r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in API group "(?P<group>[^"]*)"'
     r'(?: in the namespace "(?P<namespace>[^"]+)")?'
 )
-_NOTHING_NEW = re.compile(r"See 'kubectl|command terminated with exit code")
+_NOTHING_NEW = re.compile(
+    r"See 'kubectl|command terminated with exit code|tar: Exiting with failure status"
+)
 _NO_JOB = re.compile(rf'{re.escape(DDPJOBS)} "(?P<name>[^"]+)" not found')
 
 

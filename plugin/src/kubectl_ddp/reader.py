@@ -33,7 +33,7 @@ _PAUSE = 0.5
 _SAY_AFTER = 5.0
 #: The kubelet ends it then, whatever became of this command.
 _DEADLINE = 300
-_OPEN_SECONDS = 3600  # of one that files are copied from
+OPEN_SECONDS = 6 * 3600  # of one that files are copied from or to
 #: The one kind of volume that gives its pod nothing of a node, nor of another namespace.
 _CLAIM = "persistentVolumeClaim"
 #: What the pod takes over from the template, and what with --trust-job only.
@@ -135,11 +135,12 @@ def opened(kubectl: Kubectl, job: Job, allowed: Consent) -> Iterator[str]:
     if why := refusal(job):
         raise Failure(f"no pod of {job.name} runs, and {why}")
     hand = by_hand(job, "tar c")
-    body = _agreed(job, ["sleep", str(_OPEN_SECONDS)], allowed, hand)
+    body = _agreed(job, ["sleep", str(OPEN_SECONDS)], allowed, hand)
     (container,), spec = body["spec"]["containers"], body["spec"]
-    spec["activeDeadlineSeconds"] = _OPEN_SECONDS
+    spec["activeDeadlineSeconds"] = OPEN_SECONDS
     del container["resources"]["limits"]  # a model may be exported
-    _give_scratch(spec)
+    # A model has any size: what the node has.
+    _give_scratch(spec, {})
     with made(kubectl, body, hand):
         ends = ("Running", "Succeeded", "Failed")
         name = str(body["metadata"]["name"])
@@ -151,10 +152,10 @@ def opened(kubectl: Kubectl, job: Job, allowed: Consent) -> Iterator[str]:
         yield name
 
 
-def _give_scratch(spec: Object) -> None:
+def _give_scratch(spec: Object, size: Object) -> None:
     (container,) = spec["containers"]
     container.setdefault("volumeMounts", []).append({"name": "scratch", "mountPath": "/tmp"})
-    spec.setdefault("volumes", []).append({"name": "scratch", "emptyDir": {"sizeLimit": "1Gi"}})
+    spec.setdefault("volumes", []).append({"name": "scratch", "emptyDir": size})
 
 
 def _agreed(job: Job, command: Sequence[str], allowed: Consent, hand: str) -> Object:
@@ -247,7 +248,7 @@ def manifest(job: Job, name: str, command: Sequence[str], allowed: Consent) -> O
     if refusal(job):  # the store needs the job's credentials, and its files a place
         scratch = {"name": "TMPDIR", "value": "/tmp"}
         container |= _taken(trains, "envFrom") | {"env": [*(trains.get("env") or []), scratch]}
-        _give_scratch(spec)
+        _give_scratch(spec, {"sizeLimit": "1Gi"})
         spec |= _taken(pod, "serviceAccountName") if allowed.trusted else {}
     else:
         mount = {"name": "snapshots", "mountPath": snapshot["path"], "readOnly": True}
@@ -305,6 +306,7 @@ def reached(
     phases: Sequence[str] = ("Succeeded", "Failed"),
     *,
     trusted: bool = True,
+    seconds: float = _SECONDS,
 ) -> tuple[str, Object]:
     """Wait until the pod is in one of the phases; return that and its object. Raises Failure."""
     name, where = body["metadata"]["name"], _where(body)
@@ -320,9 +322,9 @@ def reached(
                 f"pod {name} does not start: {why}. Its image runs as root, or as a user without a"
                 " number; --trust-job lets it, where you would let the job's owner do so"
             )
-        if waited > _SECONDS:
+        if waited > seconds:
             more = "" if trusted else "with --trust-job it goes where the job's pods go; "
-            late = f"pod {name} has not run within {_SECONDS:.0f} s: {why}"
+            late = f"pod {name} has not run within {seconds:.0f} s: {why}"
             raise Failure(f"{late}; {more}by hand: {hand}")
         if waited > _SAY_AFTER and why != shown:
             shown = why

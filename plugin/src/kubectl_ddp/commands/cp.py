@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,10 +26,22 @@ from kubectl_ddp.text import clean
 _OUTPUT = "output"  # what `run --output` of the launcher keeps
 _END, _BLOCK = 1024, 1 << 16  # bytes
 _WEIGHTS = "model.safetensors"
-#: $1: file or folder, $2: the job's folder. A file that grows while it is read is no failure.
+#: $1: file or folder, $2: the job's folder. A file that grows or goes while it is read is no
+#: failure; tar's exit code is 1 as well where one shrank, and has zeros for what is lost.
 _COPY = """\
-if cd "$1" 2>/dev/null; then tar c . || [ $? -eq 1 ]
-elif [ -e "$1" ]; then cd "$(dirname "$1")" && { tar c "./$(basename "$1")" || [ $? -eq 1 ]; }
+copy() {
+  { said=$(LC_ALL=C tar c "$1" 2>&1 >&3); code=$?; } 3>&1
+  [ -z "$said" ] || echo "$said" >&2
+  [ $code -eq 1 ] || return $code
+  echo "$said" | while read -r line; do
+    case $line in
+      *' file changed as we read it'|*' File removed before we read it') ;;
+      *) echo "$line" >&2; exit 1 ;;
+    esac
+  done
+}
+if cd "$1" 2>/dev/null; then copy .
+elif [ -e "$1" ]; then cd "$(dirname "$1")" && copy "./$(basename "$1")"
 else echo "$1 is not there; in $2 are: $(ls -m "$2" | tr -d '\\n')" >&2; exit 2; fi
 """
 _EXPORT = f"""\
@@ -98,7 +112,8 @@ def _unpacked(kubectl: Kubectl, words: tuple[str, ...], folder: Path) -> tuple[i
             except tarfile.ReadError:
                 broken = True
             except OSError as error:
-                raise Failure(f"{error.filename or folder}: {error.strerror}") from None
+                where = error.filename2 or error.filename or folder
+                raise Failure(f"{where}: {error.strerror}") from None
             while stream.read(_BLOCK):
                 pass
             process.wait()
@@ -123,17 +138,19 @@ class _Found:
     def take(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         """Write a file or a folder; a link waits for what it leads to."""
         name = posixpath.normpath(member.name)
-        target = self._folder / name
-        if name.startswith("/") or ".." in name.split("/"):
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
             _leave(name, "it would be outside of the folder")
         elif member.isdir():
-            target.mkdir(parents=True, exist_ok=True)
+            self._made(name)
         elif member.isreg() and (source := archive.extractfile(member)):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with target.open("wb") as file:
-                shutil.copyfileobj(source, file)
-            os.utime(target, (member.mtime, member.mtime))
-            self.files[name] = target
+
+            def write(path: Path) -> None:
+                with path.open("xb") as file:
+                    shutil.copyfileobj(source, file)
+                with contextlib.suppress(OSError, OverflowError, ValueError):  # any number came
+                    os.utime(path, (member.mtime, member.mtime))
+
+            self.files[name] = self._written(name, write)
             self.size += member.size
         else:
             beside = posixpath.dirname(name) if member.issym() else ""
@@ -146,8 +163,29 @@ class _Found:
             if source is None:
                 _leave(name, f"no file, nor a link to one that came: {leads}")
                 continue
-            (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, self._folder / name)
+            self._written(name, partial(shutil.copy2, source))
+
+    def _made(self, name: str) -> Path:
+        """Make a folder. Raises Failure where a link, which may lead anywhere, is on the way."""
+        path = self._folder
+        for part in PurePosixPath(name).parts:
+            path /= part
+            if path.is_symlink():
+                raise Failure(f"{path}: a link, nothing is written through it: remove it")
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _written(self, name: str, write: Callable[[Path], object]) -> Path:
+        """Write a file beside its place: an earlier copy stays until this one is whole."""
+        target = self._made(posixpath.dirname(name)) / posixpath.basename(name)
+        beside = target.with_name(f".kubectl-ddp-{os.getpid()}")
+        try:
+            beside.unlink(missing_ok=True)
+            write(beside)
+            return beside.replace(target)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 def _leave(name: str, why: str) -> None:

@@ -5,6 +5,7 @@ By a tar into a pod of the job's image and user, which mounts the claim and is d
 
 from __future__ import annotations
 
+import math
 import secrets
 import subprocess
 import sys
@@ -17,7 +18,6 @@ from typing import Any
 from kubectl_ddp import reader
 from kubectl_ddp.kubectl import Failure, Kubectl, Object, judge
 
-_SECONDS = 3600
 _BY_HAND = "docs/start/your-script.md#more-files-a-claim"
 #: Files of an earlier job of this name would stay among these.
 _UNPACK = 'rm -rf "$1" && mkdir -p "$1" && tar x -C "$1"'
@@ -28,7 +28,9 @@ def lay(kubectl: Kubectl, job: Object, files: Mapping[str, Path], folder: str) -
     body = _pod(job)
     name = body["metadata"]["name"]
     with reader.made(kubectl, body, _BY_HAND):
-        phase, _ = reader.reached(kubectl, body, _BY_HAND, ("Running", "Succeeded", "Failed"))
+        ends = ("Running", "Succeeded", "Failed")
+        # A node may have to be bought and the image pulled: it says what it waits for.
+        phase, _ = reader.reached(kubectl, body, _BY_HAND, ends, seconds=math.inf)
         if phase != "Running":
             raise Failure(f"pod {name} {phase.lower()}: has its image `sleep`? By hand: {_BY_HAND}")
         words = ("exec", "-i", name, "--", "sh", "-c", _UNPACK, "sh", folder)
@@ -59,7 +61,7 @@ def _pod(job: Object) -> Object:
     container = {
         "name": "files",
         "image": trainer["image"],
-        "command": ["sleep", str(_SECONDS)],
+        "command": ["sleep", str(reader.OPEN_SECONDS)],
         "securityContext": trainer["securityContext"],
         "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
         "volumeMounts": [{"name": "snapshots", "mountPath": snapshot["path"]}],
@@ -67,7 +69,7 @@ def _pod(job: Object) -> Object:
     spec = {
         "securityContext": of_job["securityContext"],
         "restartPolicy": "Never",
-        "activeDeadlineSeconds": _SECONDS,
+        "activeDeadlineSeconds": reader.OPEN_SECONDS,
         "automountServiceAccountToken": False,
         "containers": [container],
         "volumes": [{"name": "snapshots", **snapshot["volume"]}],
