@@ -74,6 +74,19 @@ def test_nobody_reads_while_an_update_runs_and_none_begins_while_one_reads(train
     trained.boundary.before_update()
 
 
+def test_a_copy_that_fails_ends_the_rescue_and_not_the_training(monkeypatch, trained):
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    trained.boundary.keeps_whole = True
+    monkeypatch.setattr(torch.Tensor, "clone", clone)
+    trained.step(2)
+    trained.step(3)
+    assert trained.boundary.why_not == "the state cannot be copied: CUDA out of memory"
+    with trained.boundary.reading(0), pytest.raises(ChangedError, match="out of memory"):
+        trained.boundary.captured(0)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

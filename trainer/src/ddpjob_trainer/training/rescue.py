@@ -112,14 +112,18 @@ class Boundary:
     def take(self, step: int) -> None:
         """Keep the state after this step, which the step's body may change no more."""
         self._begin_to_change()  # a reader has the copies of the boundary before
-        if not self.why_not:
-            self._copy(step)
-        self.step, self._whole = step, None
-        if self.keeps_whole and not self.why_not:
-            found = self.captured(0)
-            tensors = {name: tensor.detach().clone() for name, tensor in found.flat.tensors.items()}
-            self._whole = Captured(replace(found.flat, tensors=tensors), found.shared, {})
-        self._updating = False
+        self._whole = None
+        try:
+            if not self.why_not:
+                self._copy(step)
+            self.step = step
+            if self.keeps_whole and not self.why_not:
+                found = self.captured(0)
+                tensors = {name: t.detach().clone() for name, t in found.flat.tensors.items()}
+                self._whole = Captured(replace(found.flat, tensors=tensors), found.shared, {})
+        except Exception as error:  # no memory, or user code: no reason to end training
+            self.why_not = f"the state cannot be copied: {error}"
+        self.step, self._updating = step, False
         self._lock.release()
 
     def _copy(self, step: int) -> None:
@@ -128,10 +132,7 @@ class Boundary:
                 backup.take(step)
         for name, optimizer in self._optimizers.items():
             self._groups[name] = [_settings(group) for group in optimizer.param_groups]
-        try:
-            self._kept = {name: _copied(obj) for name, obj in self._objects.items()}
-        except Exception as error:  # whatever user code raises is no reason to end training
-            self.why_not = f"what is registered cannot be copied: {error}"
+        self._kept = {name: _copied(obj) for name, obj in self._objects.items()}
         self._flags = self._modes.now()
         before, self._best_then = self._best_then, dict(self._best())
         self._best_is_new = self.step >= 0 and self._best_then != before
