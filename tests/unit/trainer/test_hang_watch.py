@@ -213,9 +213,11 @@ def test_a_launcher_waits_for_the_hub_to_tell_of_others(tmp_path):
     quiet = Quiet(tmp_path, leads=False)
     assert not quiet.ends(*range(100))
     quiet.lines.hear(2500, 1e6 + 100)
-    quiet.lines.hear(0, 1e6 + 100)
     assert not quiet.ends(*range(100, 108))
-    assert quiet.ends(108)
+    quiet.lines.hear(0, 1e6 + 108)
+    assert not quiet.ends(*range(108, 200))
+    quiet.lines.hear(9000, 1e6 + 200)
+    assert quiet.ends(200, 201, 202)
 
 
 def test_a_line_per_thread_for_the_report():

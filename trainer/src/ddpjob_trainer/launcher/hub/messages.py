@@ -306,10 +306,9 @@ class LastLine:
         self.gang = max(self.gang + pause, here)
 
     def hear(self, quiet: int, now: float) -> None:
-        """Take in an age that another launcher says, 0 for nothing."""
-        if quiet:
-            known = self.gang if self.gang < math.inf else 0.0
-            self.gang = max(known, now - quiet / 1000)
+        """Take in an age that another launcher says; 0: a hub that does not know it."""
+        known = self.gang if self.gang < math.inf else 0.0
+        self.gang = max(known, now - quiet / 1000) if quiet else math.inf
 
 
 def age(at: float, now: float) -> int:

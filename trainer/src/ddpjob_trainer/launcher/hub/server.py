@@ -265,6 +265,8 @@ class HubServer:
         """Drop who is silent, link or stranger; return when to call again at the latest."""
         if now >= self._beat_at:
             self._beat_at = now + BEAT_SECONDS
+            if self._wires.keys() - self._hears:  # one that cannot say may have printed just now
+                self._lines.gang = now
             quiet = age(self._lines.gang, now)
             for seat, wire in list(self._wires.items()):
                 wire.count_silence(now)
@@ -301,7 +303,8 @@ class HubServer:
                 self._tell(str(message))
             self._passed_over = True
         elif isinstance(message, Beat):
-            self._lines.hear(message.quiet, now)
+            if message.quiet:
+                self._lines.hear(message.quiet, now)
         else:
             self._hub.receive(seat, message, now)
 
