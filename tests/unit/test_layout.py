@@ -24,14 +24,14 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 910,
-    "operator/src": 12_134,
-    "trainer/src": 28_236,
+    "operator/src": 12_138,
+    "trainer/src": 28_238,
     "tools/src": 5_312,
     "plugin/src": 5_137,
     "dev/bench": 4_465,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_576,
+    "tests": 64_603,
 }
 MOST_WORDS = 56_484  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

@@ -5,6 +5,8 @@ import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -102,6 +104,29 @@ async def test_news_reach_outcomes_and_queue_once_and_only_a_leader_asks():
     assert (found.step, found.total_steps, found.snapshot_step) == (7, 100, 5)
     assert set(asked) == {"/state?uid=u1"}, "to strangers a launcher tells no rounds"
     assert changed == [("ns", "job")], "the same answer again is no news"
+
+
+@needs_address
+async def test_the_same_answer_of_a_new_attempt_is_news_once():
+    """Else it counts as the attempt's before for ever."""
+    asked: list[str] = []
+
+    async def state(request: web.Request) -> web.StreamResponse:
+        asked.append(request.path)
+        return web.json_response({"connected": False})
+
+    async with reading(state) as (store, changed):
+        await until(lambda: len(asked) >= 3)
+        (known,), began = store.jobs(), datetime.now(UTC).replace(microsecond=0)
+        older = replace(store.feedback("u1").progress, updated_at=began - timedelta(seconds=1))
+        times = {"runningAt": began.isoformat().replace("+00:00", "Z")}
+        later = stored.job(2, phase="Running", attempt=1, timings=times)
+        store.put_job({**later, "spec": known.spec})
+        store.record("u1", progress=older)
+        await until(lambda: store.feedback("u1").progress.updated_at >= began)
+        answers = len(asked)
+        await until(lambda: len(asked) >= answers + 3)
+    assert changed == [("ns", "job")] * 2
 
 
 @needs_address

@@ -112,7 +112,8 @@ class ProgressReader:
             self._silent.add(job.uid)
             return
         self._silent.discard(job.uid)
-        ours = (job.uid, status.from_dict(job.status).hub)
+        present = status.from_dict(job.status)
+        ours = (job.uid, present.hub)
         if isinstance(raw, dict) and (
             (raw.get("uid") or job.uid, raw.get("attempt", ours[1])) != ours
         ):
@@ -124,7 +125,8 @@ class ProgressReader:
             return
         spent = ledger.read_account(mapping(raw).get("spent"), ours[1], now)
         # Who is away is asked about until that is decided.
-        if _same(found, known.progress) and rounds == known.rounds and not away | known.away:
+        same = _same(found, known.progress, present.timings.running_at)
+        if same and rounds == known.rounds and not away | known.away:
             self._store.record(job.uid, spent=spent)
             return
         news = {"progress": found, "rounds": rounds, "spent": spent, "away": away}
@@ -191,6 +193,8 @@ async def _fetch(ip: str, port: int, uid: str) -> object:
     return found
 
 
-def _same(found: Progress, known: Progress | None) -> bool:
-    """Return True if only the time of reading differs."""
-    return known is not None and replace(found, updated_at=known.updated_at) == known
+def _same(found: Progress, known: Progress | None, since: datetime | None) -> bool:
+    """Return True if only the time of reading differs; one ``since`` the gang runs is news."""
+    if known is None or (since and known.updated_at and known.updated_at < since):
+        return False
+    return replace(found, updated_at=known.updated_at) == known
