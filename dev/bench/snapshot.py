@@ -5,6 +5,9 @@ emulated: the process sleeps for its length, and our staging runs in a thread me
 GPU's copy engine would, at the lowest priority, since that engine takes no core from anybody. Real
 training on this CPU is measured as well. Ways take turns; all write to the same disk. The floor
 saves nothing: other processes write as many bytes meanwhile.
+
+A second table: what fixed numbers of steps and everySteps: Auto cost, and what a kill at any step
+would lose, with a small and a large state.
 """
 
 from __future__ import annotations
@@ -108,6 +111,39 @@ def summarise(result: dict[str, Any], steps: int, every: int) -> dict[str, Any]:
     }
 
 
+def interval(args: Any, megabytes: int, every: str, step: float, seconds: float) -> dict[str, Any]:
+    """Train so long by our loop, a snapshot ``every`` so many steps; "0": none."""
+    steps = int(seconds / step)
+    with tempfile.TemporaryDirectory(dir=args.directory) as name:
+        out = Path(name) / "result"
+        programs.complete([
+            *programs.launcher(args.ranks), programs.program("intervals.py"), "--out", str(out),
+            "--every", every, "--megabytes", str(megabytes), "--steps", str(steps),
+            "--step-seconds", str(step),
+        ])  # fmt: skip
+        found: dict[str, Any] = json.loads(out.read_text())
+    os.sync()
+    half = len(found["ended"]) // 2  # the first half begins, and finds the number
+    took = (found["ended"][-1] - found["ended"][half]) / (len(found["ended"]) - 1 - half)
+    lost = statistics.fmean(found["lost"][half:])
+    return {"megabytes": megabytes, "every": every, "step_seconds": took, "lost_steps": lost}
+
+
+def intervals(args: Any) -> list[dict[str, Any]]:
+    """Measure each state with each number of steps, and without a snapshot."""
+    seconds, found = (8.0 if args.quick else 240.0), []
+    for megabytes in args.megabytes:
+        runs = [
+            interval(args, megabytes, every, args.short_step, seconds)
+            for every in ("0", "50", "500", "Auto")
+        ]
+        for run in runs[1:]:
+            run["stall_share"] = 1 - runs[0]["step_seconds"] / run["step_seconds"]
+            run["lost_seconds"] = run["lost_steps"] * run["step_seconds"]
+        found += runs[1:]
+    return found
+
+
 def row(way: str, runs: list[dict[str, Any]], memory: dict[str, Any]) -> list[str]:
     durable = [seconds for run in runs for seconds in run["durable"]]
     verified = [seconds for run in runs for seconds in run["verified"]]
@@ -134,10 +170,23 @@ def main() -> None:
     parser.add_argument(
         "--no-real", dest="real", action="store_false", help="leave out real training on this CPU"
     )
+    parser.add_argument("--short-step", type=float, default=0.04, help="of the second table")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="*", default=[1, 512], help="its states; none: leave it out"
+    )
     parser.add_argument("--directory", type=Path, default=None, help="on the disk to measure")
     args = parser.parse_args()
     facts = report.machine()
-    ways = args.ways.split(",")
+    ways = args.ways.split(",") if args.ways else []
+    apart = intervals(args)
+    if apart:
+        names = ("megabytes", "every", "stall_share", "lost_steps", "lost_seconds")
+        rows = [
+            [f"{run[n]:.3f}" if isinstance(run[n], float) else run[n] for n in names]
+            for run in apart
+        ]
+        print("what a kill at any step loses, by how far apart snapshots are")
+        print(report.table("MB | every | stall share | steps lost | s lost", rows))
     repeats = 1 if args.quick else args.repeats
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for repeat in range(repeats):
@@ -150,7 +199,7 @@ def main() -> None:
     real = {way: one_run(way, args, real=True) for way in also_real}
     header = "way | stall % | s per snapshot | committed/skipped | s to durable | s to read back"
     header += " | extra GB"
-    state = next(iter(runs.values()))[0]["state_bytes"]
+    state = next(iter(runs.values()))[0]["state_bytes"] if runs else 0
     about = f"a snapshot every {args.every} steps of {args.step_seconds} s (emulated GPU)"
     print(f"\n{args.ranks} ranks, {state / 1e9:.2f} GB of state, {about}")
     print(report.table(header, [row(way, runs[way], memory[way]) for way in ways]))
@@ -158,7 +207,13 @@ def main() -> None:
         seconds = statistics.median(run["step_seconds"] for run in real.values())
         print(f"\nreal training on this CPU, {seconds:.2f} s a step")
         print(report.table(header, [row(way, [real[way]], {}) for way in real]))
-    result = {"goal_stall_share": GOAL, "runs": runs, "memory": memory, "real": real}
+    result = {
+        "goal_stall_share": GOAL,
+        "runs": runs,
+        "memory": memory,
+        "real": real,
+        "intervals": apart,
+    }
     report.finish("snapshot", facts, result, args.json)
 
 

@@ -118,7 +118,8 @@ OWN: dict[str, tuple[tuple[Any, ...], ...]] = {
     ),
     "snapshot": (
         ("spec.snapshot.volume", {}),
-        ("spec.snapshot.everySteps", 0),
+        *(("spec.snapshot.everySteps", steps, "Auto or a number from 1 to 1000000000")
+          for steps in (0, 10**9 + 1, "auto", "50")),
         ("spec.snapshot.keep", 0),
         ("spec.snapshot.resume", "No", '"Never"'),
         *(("spec.snapshot.path", path, "/snapshots")

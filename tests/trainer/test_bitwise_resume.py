@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
+from ddpjob_trainer.snapshot import interval
 from ddpjob_trainer.snapshot.ondisk import disk
 from support.busy import busy_machine
 from support.snapshots import await_snapshot
@@ -49,6 +50,7 @@ class Training:
     seam: Callable[[str, str, Path], None] | None = None  # (operation, step, path) of a write
     durable: int = 0  # the snapshot of this step must be durable before anybody dies
     staging: str = "auto"
+    every: int | str = EVERY
 
     def __call__(self, rank: int) -> None:
         if self.seam is not None:
@@ -56,7 +58,9 @@ class Training:
         torch.manual_seed(3)
         inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
         place = self.directory / "snapshots"
-        kept = ddp.Snapshots(directory=place, every=EVERY, staging=self.staging)
+        if self.every == "Auto":
+            interval.FIRST_SECONDS = interval.LEAST_SECONDS = 0.0  # the whole run is over in one
+        kept = ddp.Snapshots(directory=place, every=self.every, staging=self.staging)
         run = ddp.start(
             total_steps=self.steps, global_batch=24, seed=5, level=self.level, snapshots=kept
         )
@@ -172,6 +176,18 @@ def test_killed_at_every_rank_and_place_equals_undisturbed(gang, tmp_path, undis
     resumes(gang, disturbed, 12)
     assert disturbed.outcome() == wanted
     assert "lost a peer after step" in gang.log(1)
+
+
+@pytest.mark.fault("T1")
+def test_where_rank_0_chooses_when_to_save_the_bits_are_the_same(gang, tmp_path, undisturbed):
+    wanted = undisturbed(gang, tmp_path)
+    dies = (1, 9, "before commit")
+    disturbed = fresh(tmp_path / "disturbed", every="Auto", die=dies, durable=interval.LEAST_STEPS)
+    assert gang.run(disturbed) == {0: 75, 1: -9, 2: 75}, gang.log(1)
+    disturbed.die = None
+    assert gang.run(disturbed) == ALL_0
+    assert "resuming after step" in gang.log(0)
+    assert disturbed.outcome() == wanted
 
 
 @pytest.mark.tier("all")

@@ -23,17 +23,17 @@ MAX_NAME = 70  # letters of a test's name
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 910,
-    "operator/src": 12_138,
-    "trainer/src": 28_238,
-    "tools/src": 5_312,
-    "plugin/src": 5_137,
-    "dev/bench": 4_465,
+    "contract/src": 914,
+    "operator/src": 12_140,
+    "trainer/src": 28_383,
+    "tools/src": 5_322,
+    "plugin/src": 5_139,
+    "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_603,
+    "tests": 64_730,
 }
-MOST_WORDS = 56_484  # of all pages in docs
+MOST_WORDS = 56_584  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

@@ -246,6 +246,8 @@ def test_a_job_without_failures_says_what_it_does():
     assert text.startswith("n/j is Running, attempt 2\n")
     assert "It has had no failure." in text
     assert rows(text)["Progress"] == "step 5/90, newest snapshot of step 4"
+    chosen = job(progress={"step": 5, "snapshotStep": 4, "snapshotEvery": 120})
+    assert ", newest snapshot of step 4, one about every 120 steps" in head(chosen)
 
 
 def test_what_keeps_a_job_from_running_is_told_with_its_cure():

@@ -98,7 +98,7 @@ properties:
     description: >-
       Standby pods beyond replicas, 0 to 64: when a pod other than replica 0's is lost, one of them
       takes its place at once, and the new pod becomes the next standby. They are made once the gang
-      runs, and nothing waits for them. They take a pod's resources, and hold their GPUs. Needs our
+      runs, and nothing waits for them. They hold a pod's resources. Needs our
       launcher, inPlace and replaceSeconds. Immutable.
     type: integer
     format: int32
@@ -288,7 +288,7 @@ properties:
       replaceSeconds:
         description: >-
           When a pod is lost, the others keep their pods and wait so many seconds while it is
-          replaced; then all pods restart. Needs our launcher (ddpjob-trainer run) and inPlace. 0
+          replaced; then all pods restart. Needs our launcher and inPlace. 0
           means that all pods restart at once. Pods that run wait as long as it was when they were made.
         type: integer
         format: int32
@@ -495,12 +495,13 @@ properties:
             x-kubernetes-preserve-unknown-fields: true
           {{- end }}
       everySteps:
-        description: Steps between snapshots (DDPJOB_SNAPSHOT_EVERY_STEPS).
-        type: integer
-        format: int32
-        minimum: 1
-        maximum: 1000000000
-        default: 50
+        description: >-
+          Steps between snapshots, or Auto: as few as pause training for under 1 % of the time.
+        x-kubernetes-int-or-string: true
+        default: Auto
+        x-kubernetes-validations:
+          - rule: "type(self) == int ? (self >= 1 && self <= 1000000000) : string(self) == 'Auto'"
+            message: spec.snapshot.everySteps must be Auto or a number from 1 to 1000000000
       keep:
         description: >-
           Newest snapshots to keep (DDPJOB_SNAPSHOT_KEEP), at least two. Only those count that
@@ -513,8 +514,7 @@ properties:
       resume:
         description: >-
           Auto continues from the newest valid snapshot under the path. Never makes a new
-          DDPJob start at step 0 even when there are snapshots of an earlier one. The newest two
-          of those stay on the volume until somebody removes them.
+          DDPJob start at step 0 even when there are snapshots of an earlier one.
         type: string
         enum: [Auto, Never]
         default: Auto

@@ -32,8 +32,7 @@ properties:
   class:
     description: >-
       Kind of failure. Permanent, Diverged and Invalid end the job; Hardware (a GPU failed),
-      Infrastructure and Disruption are not charged to restart.maxRestarts. Killed is an
-      unexplained SIGKILL.
+      Infrastructure and Disruption are not charged to restart.maxRestarts.
     type: string
     enum: [Permanent, Hardware, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
   reason:
@@ -131,8 +130,8 @@ properties:
   conditions:
     description: >-
       Ready (true while the phase is Running or Succeeded), Running, Complete, Failed, Suspended,
-      Stalled (something outside delays the job, for example Unschedulable or QuotaExceeded; or it
-      has failed), Invalid (no pod can be created from the spec; the message names the field),
+      Stalled (something outside delays it, such as QuotaExceeded; or it has failed),
+      Invalid (no pod can be created from the spec; the message names the field),
       ResumeProven (steps repeated after a restart in place were equal bit for bit, or not) and
       Unsupported (this version ignores a field that is set).
     type: array
@@ -173,7 +172,7 @@ properties:
   attempt:
     description: >-
       Number of the current incarnation of the gang's pods, from 1. Every creation of pods (start,
-      restart, resume, replacement) takes a new one; only failures count against budgets.
+      restart, resume, replacement) takes a new one.
     type: integer
     format: int32
     minimum: 0
@@ -359,6 +358,10 @@ properties:
           volume that ends with the pod, that was uploaded.
         type: integer
         format: int64
+      snapshotEvery:
+        description: Steps between snapshots that the trainer chose.
+        type: integer
+        format: int64
       fileModifiedAt:
         description: >-
           Newest time of modification at restart.progressPath, in UTC of the file server.
@@ -367,7 +370,7 @@ properties:
       resumed:
         description: >-
           Whose snapshot training began from, where it is another DDPJob's or was made by another
-          script or other arguments. Absent otherwise.
+          script or other arguments.
         type: string
         maxLength: 4096
       updatedAt:

@@ -44,8 +44,8 @@ properties:
         maxLength: 64
   spec:
     description: >-
-      Pod spec. Only the fields below are looked at by ddpjob; all others are kept as written
-      and checked by Kubernetes when the first pod is created. A field that Kubernetes does
+      Pod spec. ddpjob looks at the fields below; Kubernetes checks the others at the first
+      pod. A field that Kubernetes does
       not know shows as condition Invalid.
     type: object
     required: [containers]

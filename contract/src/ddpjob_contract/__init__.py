@@ -287,6 +287,7 @@ class State(TypedDict, total=False):
     samplesPerSecond: float
     stepsPerSecond: float  # of the last minute
     snapshotStep: int
+    snapshotEvery: int  # steps from one to the next, where the trainer chooses
     fileModifiedAt: str  # newest mtime at the progress path, RFC 3339, UTC
     updatedAt: str  # RFC 3339, UTC
     rounds: list[Round]  # the last ones that ended, oldest first

@@ -27,6 +27,7 @@ TRAINER_CONTAINER: Final = "trainer"
 #: Phases that no job leaves.
 TERMINAL_PHASES: Final = ("Succeeded", "Failed")
 
+AUTO: Final = "Auto"  # snapshot.everySteps: the trainer chooses
 #: Of .spec, by path.
 DEFAULTS: Final[Mapping[str, Any]] = {
     "standby": 0,
@@ -43,7 +44,7 @@ DEFAULTS: Final[Mapping[str, Any]] = {
     "restart.inPlace.drill": "Auto",
     "restart.replaceSeconds": 300,
     "restart.healAfterSeconds": 3600,
-    "snapshot.everySteps": 50,
+    "snapshot.everySteps": AUTO,
     "snapshot.keep": 3,
     "snapshot.resume": "Auto",
     "hang.startupSeconds": 600,

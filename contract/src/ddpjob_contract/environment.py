@@ -17,11 +17,12 @@ class Snapshots:
     """spec.snapshot, as a program sees it. ``directory``: of this job alone.
 
     ``step``: of the newest snapshot that this job is known to have had there; 0: of none.
-    ``ephemeral``: the volume ends with the pod.
+    ``ephemeral``: the volume ends with the pod. ``every_steps`` None: Auto, which is not said: an
+    older trainer, which does not know it, takes its own default.
     """
 
     directory: str
-    every_steps: int
+    every_steps: int | None
     keep: int
     resume: str
     step: int = 0
@@ -102,10 +103,11 @@ class Member:
         if self.snapshots:
             env |= {
                 contract.SNAPSHOT_DIR: self.snapshots.directory,
-                contract.SNAPSHOT_EVERY_STEPS: self.snapshots.every_steps,
                 contract.SNAPSHOT_KEEP: self.snapshots.keep,
                 contract.SNAPSHOT_RESUME: self.snapshots.resume,
             }
+            if self.snapshots.every_steps is not None:
+                env[contract.SNAPSHOT_EVERY_STEPS] = self.snapshots.every_steps
             if self.snapshots.step > 0:
                 env[contract.SNAPSHOT_STEP] = self.snapshots.step
             if self.snapshots.ephemeral:

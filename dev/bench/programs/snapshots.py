@@ -55,7 +55,7 @@ class Ours(Way):
         progress.save_took = self.durable.append  # type: ignore[method-assign]
         progress.reading_back_took = self.verified.append  # type: ignore[method-assign]
         progress.count = self._count  # type: ignore[method-assign]
-        self._snapshots.restore(state, CONFIG)
+        self._snapshots.restore(state, CONFIG, run.rank)
 
     def _count(self, name: str) -> None:
         self.skipped += name == "snapshots_skipped"
@@ -70,7 +70,7 @@ class Ours(Way):
         return self._snapshots.report()
 
     def learn(self, sums: list[float]) -> None:
-        self._snapshots.learn(sums)
+        self._snapshots.receive(sums)
 
     def save(self, step: int) -> None:
         self._snapshots.save(step, self._state, CONFIG, last=False)

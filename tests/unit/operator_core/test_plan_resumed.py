@@ -134,6 +134,15 @@ def test_pods_without_snapshots_of_ours_are_told_of_none():
     assert saved(poll(running(), step=60, snapshotStep=50).end(1, 1).wait(5)) == {None}
 
 
+@pytest.mark.parametrize(("given", "env"), [({}, None), ("Auto", None), (20, "20")])
+def test_pods_are_given_a_number_of_steps_and_no_word(given, env):
+    """An older trainer would take the word for a mistake; without it both take their default."""
+    snapshot = {"path": "/s", "volume": {"emptyDir": {}}} | ({"everySteps": given} if given else {})
+    assert env_of(rendered(snapshot=snapshot)).get(contract.SNAPSHOT_EVERY_STEPS) == env
+    world = poll(running(snapshot=snapshot), step=7, snapshotEvery=120)
+    assert world.status["progress"]["snapshotEvery"] == 120, "what the trainer has chosen"
+
+
 @pytest.mark.parametrize(
     ("source", "ends"),
     [

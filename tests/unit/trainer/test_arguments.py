@@ -32,6 +32,7 @@ ELSEWHERE = {
 }  # fmt: skip
 ODD: dict[str, list[Any]] = {  # by the type that is declared
     "int": [True, 1.0, "3", "", -(2**70), 2**70, math.nan, [1], {}],
+    "int | str": [True, 1.0, "3", "auto", "", 2**70, math.nan, [1]],
     "float": [True, "1.0", "", 0, -1.0, -(2**2000), math.nan, [], 1j],
     "bool": [0, 1, "no", "", math.nan, []],
     "bool | str": [0, 1, "", math.nan, []],

@@ -35,7 +35,9 @@ class Rank:
         self.replay: Any = SimpleNamespace(
             records=True, compares=False, tell_unchecked=self.said.append
         )
-        self.snapshots: Any = SimpleNamespace(newest=-1, every_steps=every)
+        self.snapshots: Any = SimpleNamespace(
+            newest=-1, around=lambda step: (step // every * every, step // every * every + every)
+        )
         identity = Identity("uid", attempt, round_, unique=True)
         self.drill = Drill(given, identity, self.replay, self.snapshots)
 

@@ -172,7 +172,7 @@ def test_the_status_names_what_was_read_back_or_uploaded(tmp_path, ends, url, na
     settings = SnapshotSettings(tmp_path, 25, 2, resume=True, upload=url, ends_with_pod=ends)
     progress = Mock()
     snapshots = SnapshotManager(settings, Mock(rank=1), progress)
-    snapshots.receive([51.0, 26.0, 51.0, 0.0])  # step 50 was read back, 25 was uploaded
+    snapshots.receive([51.0, 26.0, 51.0, 0.0, 0.0])  # step 50 was read back, 25 was uploaded
     assert snapshots.newest == 50
-    snapshots.receive([51.0, 51.0, 51.0, 0.0])
+    snapshots.receive([51.0, 51.0, 51.0, 0.0, 0.0])
     assert [call.args[0] for call in progress.saved.call_args_list] == named

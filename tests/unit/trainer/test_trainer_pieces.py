@@ -40,6 +40,8 @@ def test_the_operators_environment():
     assert restarted.identity.key == "abc/1/3"  # torchrun --max-restarts inside a DDPJob
     assert str(env.snapshot.directory) == "/s/j"
     assert (env.snapshot.every_steps, env.snapshot.keep, env.snapshot.resume) == (20, 2, False)
+    for said in ({}, {"DDPJOB_SNAPSHOT_EVERY_STEPS": "Auto"}):
+        assert read_worker(said).snapshot.every_steps is None
 
 
 @pytest.mark.parametrize(
@@ -56,6 +58,7 @@ def test_the_operators_environment():
         ({"DDPJOB_SNAPSHOT_DIR": "s3://x/y"}, "must be a directory"),
         ({"DDPJOB_SNAPSHOT_RESUME": "auto"}, "must be Auto or Never"),
         ({"DDPJOB_SNAPSHOT_EVERY_STEPS": "0"}, "DDPJOB_SNAPSHOT_EVERY_STEPS=0 is too small"),
+        ({"DDPJOB_SNAPSHOT_EVERY_STEPS": "often"}, "STEPS='often' is not a whole number"),
         ({"DDPJOB_HANG_STEP_SECONDS": "-1"}, "must be a positive number of seconds"),
     ],
 )
@@ -107,7 +110,9 @@ def test_the_last_time_of_the_progress_path_is_in_report_and_state():
     body = state_body(None, uid="u", attempt=1, round_=0, results=known)
     assert body["uid"] == "u"
     assert body["fileModifiedAt"] == "2017-07-14T02:40:00.123456Z"
-    assert not {"whole", "serving"} & body.keys()
+    assert not {"whole", "serving", "snapshotEvery"} & body.keys()
+    chosen = replace(KNOWN, snapshot_every=120)
+    assert state_body(None, attempt=1, round_=0, results=chosen)["snapshotEvery"] == 120
     body = state_body(
         None, attempt=1, round_=0, results=KNOWN, gang={"whole": True, "serving": "2:3"}
     )

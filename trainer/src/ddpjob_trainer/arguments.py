@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ddpjob_contract import OUTPUT, resume
+from ddpjob_contract.crd import AUTO
 from ddpjob_contract.output import flaw
 from ddpjob_trainer.errors import ConfigError
 
@@ -41,6 +42,14 @@ def whole(name: str, value: Any, *, least: int = 0, most: int = GREATEST) -> int
     if number > most:
         raise _odd(name, value, f"must be at most {most}")
     return number
+
+
+def _whole_or_auto(name: str, value: Any, *, least: int) -> int | str:
+    if not isinstance(value, str):
+        return whole(name, value, least=least)
+    if value != AUTO:
+        raise _odd(name, value, f"must be an integer or {AUTO!r}")
+    return value
 
 
 def real(name: str, value: Any, *, most: float = math.inf) -> float:
@@ -98,6 +107,7 @@ def _of(what: str, fits: Callable[[Any], bool]) -> Callable[[str, Any], Any]:
 function = _of("a function", callable)
 _KINDS: Mapping[str, Callable[..., Any]] = {
     "int": whole,
+    "int | str": _whole_or_auto,
     "float": real,
     "bool": flag,
     "bool | str": _of(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ddpjob_contract as contract
-from ddpjob_contract.crd import DEFAULTS, GRACE_SECONDS
+from ddpjob_contract.crd import AUTO, DEFAULTS, GRACE_SECONDS
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import Deadlines
@@ -95,7 +95,7 @@ class SnapshotSettings:
     """A worker's snapshot settings. ``directory`` None: no snapshots."""
 
     directory: Path | None
-    every_steps: int
+    every_steps: int | None  # None: Auto, see snapshot/interval.py
     keep: int
     resume: bool
     staging: str = "auto"  # see options.Snapshots
@@ -237,9 +237,10 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
     resume = env.get(contract.SNAPSHOT_RESUME) or DEFAULTS["snapshot.resume"]
     if resume not in ("Auto", "Never"):
         raise ConfigError(f"{contract.SNAPSHOT_RESUME}={resume!r} must be Auto or Never")
+    auto = env.get(contract.SNAPSHOT_EVERY_STEPS, "").lower() in ("", AUTO.lower())
     return SnapshotSettings(
         directory,
-        _integer(env, contract.SNAPSHOT_EVERY_STEPS, DEFAULTS["snapshot.everySteps"], least=1),
+        None if auto else _integer(env, contract.SNAPSHOT_EVERY_STEPS, 0, least=1),
         max(MIN_KEEP, _integer(env, contract.SNAPSHOT_KEEP, DEFAULTS["snapshot.keep"], least=1)),
         resume == "Auto",
         upload=env.get(SNAPSHOT_UPLOAD, ""),

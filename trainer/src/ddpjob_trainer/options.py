@@ -107,7 +107,8 @@ class Snapshots(_Group):
 
     ``directory``: path of a volume that all pods share (default: DDPJOB_SNAPSHOT_DIR, else there
     are no snapshots).
-    ``every``: steps from one to the next (default: DDPJOB_SNAPSHOT_EVERY_STEPS, else 50).
+    ``every``: steps from one to the next, or "Auto": as often as pauses for them take less than
+    1 % of the time (default: DDPJOB_SNAPSHOT_EVERY_STEPS, else "Auto").
     ``keep``: how many stay, at least 2 (default: DDPJOB_SNAPSHOT_KEEP, else 3).
     ``staging``: whether the state is copied between two steps (``inline``) or beside the next one
     (``thread``); ``auto``, the default, is inline on the CPU only.
@@ -122,7 +123,7 @@ class Snapshots(_Group):
     """
 
     directory: str | os.PathLike[str] | None = _option(None, old="snapshot_dir")
-    every: int | None = _option(None, least=1, old="snapshot_every")
+    every: int | str | None = _option(None, least=1, old="snapshot_every")
     keep: int | None = _option(None, least=MIN_KEEP, old="snapshot_keep")
     staging: str = _option("auto", choices=("auto", "inline", "thread"), old="snapshot_staging")
     upload: str | None = _option(None, old="snapshot_upload")

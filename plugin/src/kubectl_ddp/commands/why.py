@@ -132,6 +132,8 @@ def facts(job: Job, found: Sequence[Incident], warned: str) -> Iterator[tuple[st
         total = f"/{progress['totalSteps']}" if progress.get("totalSteps") else ""
         snapshot = progress.get("snapshotStep")
         kept = "none yet" if snapshot is None else f"of step {snapshot}"
+        if every := progress.get("snapshotEvery"):
+            kept += f", one about every {every} steps"
         yield "Progress", f"step {progress['step']}{total}, newest snapshot {kept}"
     yield "Spent", cures.spent(job)
     if job.phase == "Suspended" and found and (saved := _saved(job, found[0])) is not None:

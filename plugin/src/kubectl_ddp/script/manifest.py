@@ -89,7 +89,7 @@ _OPTIONS: tuple[tuple[str, Any, Any, str], ...] = (
      "more arguments of the script at every start but the first, as '--resume {newest}'"),
     ("--resume-when GLOB", str, "",
      "its checkpoints, as 'runs/*.pt': {newest} in --resume-args is the newest"),
-    ("--every-steps N", int, 100, "steps between snapshots (100)"),
+    ("--every-steps N", int, None, "steps between snapshots (as few as hardly slow it down)"),
 )  # fmt: skip
 
 
@@ -334,7 +334,7 @@ def _objects(args: argparse.Namespace, files: _Files) -> Iterator[dict[str, Any]
         "snapshot": {
             "path": CLAIM,
             "volume": {"persistentVolumeClaim": {"claimName": claim}},
-            "everySteps": args.every_steps,
+            **({"everySteps": args.every_steps} if args.every_steps else {}),
         },
         **({"restart": restart} if restart else {}),
         "template": template,

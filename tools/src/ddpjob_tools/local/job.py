@@ -20,7 +20,7 @@ from pathlib import Path
 
 import ddpjob_contract as contract
 from ddpjob_contract import exits, stock
-from ddpjob_contract.crd import GRACE_SECONDS
+from ddpjob_contract.crd import AUTO, GRACE_SECONDS
 from ddpjob_contract.environment import Member, Snapshots
 from ddpjob_tools.local.manifest import Manifest, Node
 from ddpjob_tools.local.restarts import Limits, limits_of
@@ -226,9 +226,10 @@ class Job:
         value, limits = self.manifest.setting, self.limits
         snapshots = None
         if self.snapshots:
+            every = self.manifest.at("snapshot.everySteps")
             snapshots = Snapshots(
                 directory=str(self.snapshots),
-                every_steps=value("snapshot.everySteps"),
+                every_steps=None if every.value in (None, AUTO) else every.whole(),
                 keep=value("snapshot.keep"),
                 resume=value("snapshot.resume"),
             )

@@ -53,6 +53,7 @@ RESUMED: Final = "resumed.json"
 PROOF: Final = "proof.json"
 #: The rank that holds up the others.
 STRAGGLER: Final = "straggler.json"
+SNAPSHOTS: Final = "snapshots.json"  # how many steps apart
 #: The newest of the script's own numbers, by name.
 VALUES: Final = "values.json"
 #: A worker has compiled its model.

@@ -25,6 +25,7 @@ from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.environment import Identity, SnapshotSettings
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.printing import say
+from ddpjob_trainer.snapshot.interval import Interval
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.remote.client import Uploads, fetch_if_newer
 from ddpjob_trainer.snapshot.restore.resume import Resumed, resume
@@ -162,7 +163,10 @@ class SnapshotManager:
     def __init__(self, settings: SnapshotSettings, world: World, progress: Progress) -> None:
         self._settings = settings
         self.are_made = settings.directory is not None
-        self.every_steps = settings.every_steps
+        self.every = settings.every_steps  # None: rank 0 chooses
+        self._interval = Interval() if self.every is None else None
+        self._next = 0  # so chosen, the step of the next one, on all ranks alike; 0: unknown
+        self._last = 0  # the step of the one before
         self.hyperparameters = settings.hyperparameters
         self._world = world
         self._progress = progress
@@ -209,7 +213,7 @@ class SnapshotManager:
         compare_configs(source.manifest.config, config, self._world.rank, allowed)
         state.restore(source, rank, ema_may_differ="ema" in allowed)
         self._open(resumed)
-        self.made = source.step
+        self.made = self._last = source.step
         # A rescue is no progress: else a failure at the same step would be met for ever.
         rescued = source.manifest.config.get("rescued")
         self._durable(source.step if rescued is None else int(rescued["newest"]), -1)
@@ -250,25 +254,50 @@ class SnapshotManager:
 
     def due(self, step: int, *, last: bool) -> bool:
         """Tell whether a snapshot is due after this step."""
-        return self.are_made and (last or step % self.every_steps == 0)
+        return self.are_made and (last or self.around(step)[0] == step)
+
+    def around(self, step: int) -> tuple[int, int]:
+        """Return the newest step up to this one after which a snapshot is due, and the next one.
+
+        The same on all ranks, once receive() was called in the step; 0: none, unknown.
+        """
+        if self.every is not None:
+            before = step // self.every * self.every
+            return before, before + self.every
+        return (step, 0) if 0 < self._next <= step else (self._last, self._next)
 
     def report(self) -> list[float]:
         """Settle finished snapshots; return numbers to add up over all ranks, before each save().
 
-        The newest verified, uploaded and durable steps plus 1, by rank 0; whether this rank has no
-        buffer to save into.
+        By rank 0 the newest verified, uploaded and durable steps plus 1, and the next one to save
+        where it chooses that; whether this rank has no buffer to save into.
         """
         self._take_outcomes()
         full = float(self._writer is not None and not self._writer.pool.free())
-        mine = (self.newest, self._uploaded, self.made) if self._world.rank == 0 else (-1, -1, -1)
-        return [*(float(step + 1) for step in mine), full]
+        mine = (self.newest + 1, self._uploaded + 1, self.made + 1, self._choose())
+        return [*map(float, mine if self._world.rank == 0 else (0, 0, 0, 0)), full]
+
+    def _choose(self) -> int:
+        """Return the step of the next snapshot, chosen on rank 0; 0: the last is on its way."""
+        if self._interval is None or self._writer is None or self._world.rank:
+            return 0
+        self._interval.stepped(*self._progress.took, self._last)
+        if self._writer.saving():
+            if why := self._writer.behind():
+                say(0, f"no snapshot is due: {why}")
+            return 0
+        chosen = self._interval.next(self._last)
+        if news := self._interval.news():
+            say(0, news)
+            self._progress.saves_every(self._interval.every)
+        return chosen
 
     def receive(self, reported: Sequence[float]) -> None:
         """Take in the sums of report(). No rank claims a snapshot that is not yet durable."""
-        newest, uploaded, made, full = reported
+        newest, uploaded, made, self._next, full = *map(int, reported[:4]), reported[4]
         self.has_room = not full
-        self.made = max(self.made, int(made) - 1)
-        self._durable(int(newest) - 1, int(uploaded) - 1)
+        self.made = max(self.made, made - 1)
+        self._durable(newest - 1, uploaded - 1)
 
     def _durable(self, newest: int, uploaded: int) -> None:
         self.newest, self._uploaded = max(newest, self.newest), max(uploaded, self._uploaded)
@@ -294,6 +323,7 @@ class SnapshotManager:
     def save(self, step: int, state: TrainingState, config: Config, *, last: bool) -> None:
         """Stage a snapshot of this step. After the ``last`` step wait until it is durable."""
         self._progress.phase("snapshot")
+        self._last = step
         begun = time.perf_counter()
         writer, found = self._writer, None
         assert writer is not None, "restore() comes first"
@@ -394,6 +424,8 @@ class SnapshotManager:
         for outcome in self._writer.outcomes():
             if outcome.never:
                 raise ConfigError(f"no snapshot can be made: {outcome.text}")
+            if self._interval is not None:
+                self._interval.durable = outcome.seconds
             if outcome.text:
                 self._failed(outcome.step, outcome.text)
             elif not outcome.verified:

@@ -23,6 +23,7 @@ from ddpjob_trainer.liveness.heartbeat import (
     COMPILES,
     PROOF,
     RESUMED,
+    SNAPSHOTS,
     STRAGGLER,
     VALUES,
     Activity,
@@ -73,6 +74,7 @@ class Progress:
         self._readings: Readings = dict
         self._rated = (0, 0.0)  # step and time of the last rate
         self._last = 0.0  # when the last step ended
+        self.took = (0, 0.0)  # the newest step, and its seconds; not the first, which is a start
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
         self._account = StepAccount(reached)
@@ -245,6 +247,7 @@ class Progress:
         for activity, total in list(self._of_device.items()):
             self._account.measured(activity, total)
         self._writer.spent(self._account.stepped(step, seconds, now))
+        self.took = self.took if self._first else (step, seconds)
         if self._first:
             self._first = False
             metrics.stage("first_step", seconds)
@@ -280,6 +283,10 @@ class Progress:
         self._metrics.set("snapshot_timestamp_seconds", time.time())
         if self._last:  # else it is the one to resume from
             self._event("snapshot", step=step)
+
+    def saves_every(self, steps: int) -> None:
+        """Report how many steps apart snapshots are, where rank 0 has chosen that."""
+        self._writer.report(SNAPSHOTS, {"every": steps})
 
     def save_took(self, seconds: float) -> None:
         """Record rank 0's seconds from a snapshot's begin to its durability."""

@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from ddpjob_contract.crd import AUTO
 from ddpjob_trainer.comm.world import agree
 from ddpjob_trainer.data.inputs import Indexed, Input
 from ddpjob_trainer.errors import ConfigError, DivergedError
@@ -77,7 +78,7 @@ class SnapshotPolicy:
         # All ranks must be in one run before any of them waits for a snapshot.
         facts = {name: config[name] for name in run_config.OF_ALL}
         made = self._manager.are_made
-        facts |= {"snapshots": made, "snapshots.every": made and self._manager.every_steps}
+        facts |= {"snapshots": made, "snapshots.every": made and (self._manager.every or AUTO)}
         self._input.compare(agree(self._process.world, facts, self._input.own))
         self._manager.check(state)
 

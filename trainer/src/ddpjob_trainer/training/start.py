@@ -194,13 +194,17 @@ def _snapshot_settings(given: SnapshotSettings, asked: Snapshots) -> SnapshotSet
         given,
         known_step=given.known_step if known else 0,
         directory=directory,
-        every_steps=asked.every or given.every_steps,
+        every_steps=given.every_steps if asked.every is None else _every(asked.every),
         keep=asked.keep or given.keep,
         staging=asked.staging,
         hyperparameters=asked.hyperparameters,
         allow_changes=frozenset(asked.allow_changes),
         upload=url,
     )
+
+
+def _every(asked: int | str) -> int | None:
+    return None if isinstance(asked, str) else asked
 
 
 def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:

@@ -263,6 +263,7 @@ def progress(raw: object, now: datetime) -> Progress | None:
         steps_per_second=_rounded(raw.get("stepsPerSecond", printed.get("stepsPerSecond")), 4),
         **_printed(raw),
         snapshot_step=opt_count(raw.get("snapshotStep")),
+        snapshot_every=opt_count(raw.get("snapshotEvery")),
         file_at=parse_time(raw.get("fileModifiedAt")),
         **resumed(raw.get("resumed")),
         proof=proof(raw.get("proof")),

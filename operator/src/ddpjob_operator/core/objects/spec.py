@@ -73,7 +73,7 @@ class Snapshot:
 
     path: str
     volume: Packed
-    every_steps: int
+    every_steps: int | None  # None: Auto, the trainer chooses
     keep: int
     resume: str  # Auto | Never
 
@@ -295,7 +295,7 @@ def _snapshot(raw: object) -> Snapshot | None:
     return Snapshot(
         path=text(raw.get("path"), _PATH_MAX) or "/snapshots",
         volume=compact_spec.volume(raw.get("volume")),
-        every_steps=_number(raw, "snapshot.everySteps"),
+        every_steps=opt_count(raw.get("everySteps"), INT32),
         keep=_number(raw, "snapshot.keep"),
         resume=text(raw.get("resume")) or DEFAULTS["snapshot.resume"],
     )

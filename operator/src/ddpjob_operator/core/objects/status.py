@@ -174,6 +174,7 @@ class Progress:
     samples_per_second: float | None = None
     steps_per_second: float | None = None
     snapshot_step: int | None = None
+    snapshot_every: int | None = None  # steps, where the trainer chooses
     file_at: datetime | None = None
     resumed: str = ""  # whose snapshot it began from, if not this job's with this program
     other_job: bool = False  # that was another job's; it is not stored

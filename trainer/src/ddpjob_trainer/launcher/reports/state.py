@@ -26,6 +26,7 @@ from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.heartbeat import (
     PROOF,
     RESUMED,
+    SNAPSHOTS,
     STRAGGLER,
     VALUES,
     RankState,
@@ -264,16 +265,19 @@ class Results:
     printed: dict[str, float] | None = None  # what rank 0 has printed in this round
     connected: bool | None = None  # with another pod of the gang; None: unknown
     values: dict[str, float] | None = None  # numbers of the program's own, by name
+    snapshot_every: float | None = None  # steps, where the trainer chooses
 
     def after(self, workers: WorkerGroup) -> Results:
         """Add the records of a round's workers."""
         state = workers.state(0)
         known = state is not None and state.phase != "startup"
+        every = numbers(read_report(workers.state_dir, SNAPSHOTS)).get("every")
         return replace(
             self,
             step=state.step if state and known else self.step,
             total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
+            snapshot_every=every or self.snapshot_every,
             resumed=read_report(workers.state_dir, RESUMED) or self.resumed,
             straggler=read_report(workers.state_dir, STRAGGLER),
             proof=_newest(read_report(workers.state_dir, PROOF), self.proof),
@@ -370,6 +374,7 @@ def state_body(
         "proof": results.proof,
         "silentSeconds": None if silent is None else int(silent),
         "straggler": results.straggler or None,
+        "snapshotEvery": results.snapshot_every,
         "rounds": list(results.records) or None,
         **results.facts(state),
     }

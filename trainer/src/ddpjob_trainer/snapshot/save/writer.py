@@ -288,6 +288,10 @@ class SnapshotWriter:
             self._outcomes.clear()
         return found
 
+    def saving(self) -> bool:
+        """Return whether a snapshot is not yet durable, on rank 0."""
+        return bool(self._snapshots)
+
     def behind(self) -> str:
         """Return what there is to say of a skipped snapshot, on rank 0. Raises PeerLostError.
 

@@ -410,11 +410,11 @@ class Drill:
 
         Not while another restart is still compared, nor when no snapshot but the last follows.
         """
-        every = self._snapshots.every_steps
+        before, after = self._snapshots.around(step)
         return (
             self._allowed
             and not self._replay.compares
             and 0 < self._goal <= self._snapshots.newest
-            and step % every >= STEPS
-            and self._total - step >= every
+            and step - before >= STEPS
+            and 0 < after < self._total
         )
