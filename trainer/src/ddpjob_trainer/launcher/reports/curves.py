@@ -1,6 +1,6 @@
 """Keep some points a round of rank 0's loss and own numbers, for the evidence.
 
-The Keeper of evidence.py adds what it sees several times a second; pages for people draw it.
+The Keeper of evidence.py adds what it sees each second; pages for people draw it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,14 @@ class Curves:
     def __init__(self) -> None:
         self._seen: dict[str, float] = {}
         self._curves: dict[str, _Curve] = {}
+        self._step = self._ended = 0  # newest; what a counter came to before it began again
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Take in what has changed."""
+        """Take in what has changed. A step that falls, as with each epoch, is counted on."""
+        if step < self._step:
+            self._ended += self._step + (step == 0)
+        self._step = step
+        step += self._ended
         for name, value in values.items() - self._seen.items():
             if math.isfinite(value) and (name in self._curves or len(self._curves) < _NAMES):
                 self._curves.setdefault(name, _Curve()).add(step, value)

@@ -39,6 +39,8 @@ Tail = Callable[[int, int], list[str]]
 #: Between two looks for new lines, for a pod that is killed as a whole; the first comes sooner.
 _EVERY_SECONDS: Final = 10.0
 _FIRST_SECONDS: Final = 2.0
+_LOOK_SECONDS: Final = 1.0  # between two points of a curve
+_CURVES_SECONDS: Final = 60.0  # between two files without new lines
 #: A gang's launchers write so many files a second together at most.
 _FILES_A_SECOND: Final = 10
 #: At the launcher's end: for the last file, less if it was asked to end.
@@ -68,7 +70,7 @@ class Keeper:
         self._drawn: dict[str, list[list[float]]] = {}  # as written
         self._stacks = ""
         self._began = 0.0
-        self._due = 0.0
+        self._due = self._look_due = self._curves_due = 0.0
         self._pruned = False  # in this round
         self._last: Evidence | None = None  # of a round that is over
 
@@ -79,7 +81,7 @@ class Keeper:
         self._curves, self._drawn = Curves(), {}
         self._stale = self._reading.reader.numbers.metrics
         self._began = time.time()
-        self._due = now + _FIRST_SECONDS
+        self._due, self._look_due, self._curves_due = now + _FIRST_SECONDS, now, now
         self._pruned = False
         self._last = None
 
@@ -89,13 +91,15 @@ class Keeper:
         workers = self._workers
         if self._writer is None or workers is None or self._last:
             return
-        self._look(workers)
+        if now >= self._look_due:
+            self._look_due = now + _LOOK_SECONDS
+            self._look(workers)
         if now < self._due:
             return
         self._due = now + max(_EVERY_SECONDS, self._config.replicas / _FILES_A_SECOND)
         tails, drawn = self._read(), self._curves.read()
-        if (tails, drawn) != (self._tails, self._drawn):
-            self._tails, self._drawn = tails, drawn
+        if tails != self._tails or (drawn != self._drawn and now >= self._curves_due):
+            self._tails, self._drawn, self._curves_due = tails, drawn, now + _CURVES_SECONDS
             self._put(self._body(workers, tails, over=False))
 
     def stopped(self, hub: Hub | None, why: str) -> None:
