@@ -157,7 +157,7 @@ def test_before_any_pod_starts_it_waits_and_says_so_once(play, followed, capsys)
 
 def test_a_stream_that_breaks_off_is_no_end(play, followed, capsys):
     runs = (job("Running"), [pod(0, 1), pod(1, 1)])
-    assert play("logs -f j", [runs] * (logs._BROKEN + 1)) == 1
+    assert play("logs -f j", [runs] * (logs.BROKEN + 1)) == 1
     assert "has broken off: `kubectl ddp logs -f j --since 1m`" in capsys.readouterr().err
 
 
@@ -165,7 +165,7 @@ def test_a_pod_of_a_lost_node_that_is_to_go_ends_nothing(play, followed):
     lost = pod(1, 1)
     lost["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     waits = (job("Restarting", 2), [lost])
-    looks = [(job("Running"), [pod(0, 1), pod(1, 1)]), *[waits] * (logs._BROKEN + 1)]
+    looks = [(job("Running"), [pod(0, 1), pod(1, 1)]), *[waits] * (logs.BROKEN + 1)]
     new = (job("Running", 3), [pod(0, 2), pod(1, 2)])
     assert play("logs -f j", [*looks, new, (job("Succeeded", 4), [])]) == 0
     assert [attempt for _, attempt, _ in followed] == ["1", "2"]

@@ -101,6 +101,23 @@ def test_the_exit_code_is_the_jobs(run, capsys):
     assert "says why" in said
 
 
+def test_logs_that_end_are_opened_again_and_hide_no_success(run, capsys, monkeypatch):
+    opened = []
+
+    def broken(_: Any, looks: Any, __: Any, how_much: list[str], **___: Any) -> int:
+        opened.append([word.partition("=")[0] for word in how_much])
+        next(looks)
+        next(looks)
+        raise logs.Broken("the stream has ended")
+
+    monkeypatch.setattr(logs, "follow", broken)
+    assert run(Server()) == 0
+    assert opened == [["--tail"], ["--tail", "--since"]]
+    said = capsys.readouterr().err
+    assert said.count("no logs for now: the stream has ended") == 1
+    assert ": Succeeded, after" in said
+
+
 def test_a_name_in_use_is_refused_before_anything_is_made(run, capsys):
     server = Server("ddpjobs mine")
     assert run(server, "--name", "mine") == 1

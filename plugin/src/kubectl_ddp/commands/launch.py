@@ -12,6 +12,8 @@ import json
 import os
 import secrets
 import sys
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
@@ -147,12 +149,14 @@ def _remove(kubectl: Kubectl, name: str, where: Sequence[str]) -> None:
 
 
 def _followed(kubectl: Kubectl, job: Job) -> int:
-    last = job
+    last, times = job, deque([time.monotonic()], logs.BROKEN + 2)
 
     def looks() -> Iterator[Job]:
         nonlocal last
         shown = ("", "")
-        for n, last in enumerate(gang.looks(kubectl, job)):
+        for n, look in enumerate(gang.looks(kubectl, last)):
+            last = look
+            times.append(time.monotonic())
             if n == _UNSEEN and not last.phase:
                 _say("the operator has not looked at it: does it run?")
             state = (last.phase, str(last.status.get("reason", "")))
@@ -162,7 +166,18 @@ def _followed(kubectl: Kubectl, job: Job) -> int:
                 shown = state
             yield last
 
-    logs.follow(kubectl, looks(), set(range(job.seats)), ["--tail=-1"], waits=False)
+    how_much, ended_by = ["--tail=-1"], ""
+    while True:
+        try:
+            logs.follow(kubectl, looks(), set(range(job.seats)), how_much, waits=False)
+        except logs.Broken as broken:  # the job goes on without them
+            if str(broken) != ended_by:
+                _say(f"{job.name}: no logs for now: {broken}")
+            ended_by = str(broken)
+            if last.phase not in crd.TERMINAL_PHASES:
+                how_much = ["--tail=-1", f"--since={time.monotonic() - times[0] + 1:.0f}s"]
+                continue
+        break
     timings = last.status.get("timings") or {}
     ended = moment(timings.get("completedAt")) or datetime.now(UTC)
     took = since(moment(timings.get("startedAt")), ended)

@@ -20,7 +20,11 @@ from kubectl_ddp.kubectl import Failure, Kubectl, judge
 from kubectl_ddp.text import clean, ranges
 
 #: Looks until a stream that ended before its container counts as broken: kubelets report late.
-_BROKEN = 5
+BROKEN = 5
+
+
+class Broken(Failure):
+    """The logs are no longer followed; the job may go on."""
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
@@ -81,7 +85,7 @@ def follow(
     *,
     waits: bool = True,
 ) -> int:
-    """Show the logs of each attempt's pods, until the job ends; raise Failure.
+    """Show the logs of each attempt's pods, until the job ends; raise Failure, Broken if logs end.
 
     ``waits``: say what the job waits for.
     """
@@ -118,9 +122,9 @@ def follow(
             on = {n for n, one in members.items() if one.running and one.state != "Terminating"}
             still = on & streams.followed.keys()
             broken = broken + 1 if still and not fresh and not alive else 0
-            if broken >= _BROKEN:
-                again = f"`kubectl ddp logs -f {look.name} --since 1m` goes on"
-                raise Failure(f"the stream of logs has broken off: {again}")
+            if broken >= BROKEN:
+                again = f"`kubectl ddp logs -f {look.name} --since 1m{kubectl.more}` goes on"
+                raise Broken(f"the stream of logs has broken off: {again}")
     return 0
 
 
@@ -146,7 +150,10 @@ class _Streams:
         for process, said in self._open:
             if process.poll() is not None:
                 said.seek(0)
-                judge(process, said.read())
+                try:
+                    judge(process, said.read())
+                except Failure as failure:
+                    raise Broken(str(failure)) from None
         self._open = [(process, said) for process, said in self._open if process.poll() is None]
         return bool(self._open)
 
