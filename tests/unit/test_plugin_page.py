@@ -1,7 +1,10 @@
 """`kubectl ddp why --html`: a job's life as one page, whatever is known of it."""
 
+import io
 import json
+import os
 import re
+import sys
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -87,7 +90,13 @@ def test_what_strangers_say_stays_text():
 
 
 def test_odd_numbers_are_drawn_too():
-    for points in ([[1, 0.0]], [[5, -1e300], [6, 1e300]], [[1, 2.0], [9, 2.0]], [[3, 1e-300]]):
+    for points in (
+        [[1, 0.0]],
+        [[5, -1e300], [6, 1e300]],
+        [[1, 2.0], [9, 2.0]],
+        [[3, 1e-300]],
+        [[1, 1e-322]],
+    ):
         root = parsed(page.write(story(lines=[Line("a", {"loss": points})])))
         assert those(root, "polyline" if len(points) > 1 else "circle")
 
@@ -125,6 +134,7 @@ def incident(attempt: int, **more: Any) -> dict[str, Any]:
 def test_a_job_that_runs_has_its_rounds_and_curves(answers, capsys):
     curves = {"loss": [[1, 2.0], [2, "x"], [3, 1.5], [4, float("nan")], [5, 10**400]], "none": []}
     found = [incident(2, running=[0], curves=curves), incident(1, failed=[1], curves=curves)]
+    found.append(incident(3) | {"began": "2024-13-45T99:00:00Z"})
     answers |= {"get pods": {"items": [plugin.pod(0, 2)]}, "get events": {"items": []}}
     answers["exec"] = {"incidents": found}
     assert cli.run(["why", "j", "--html", "-"]) == 0
@@ -155,6 +165,7 @@ def test_the_event_log_is_drawn_instead(answers, tmp_path, capsys):
     said += [
         {"event": "resume", "step": 1},
         {"event": "step", "step": 2, "loss": 0.5},
+        {"event": "step", "step": 10**400, "loss": 0.5},
         {"event": "end"},
     ]
     log.write_text("".join(json.dumps(one) + "\n" for one in said) + '{"event": "st')
@@ -169,10 +180,41 @@ def test_the_event_log_is_drawn_instead(answers, tmp_path, capsys):
     assert len(those(root, "line", "begins")) == 1
     assert capsys.readouterr().out == f"{where}: 0 rounds, 1 failures\n"
     assert sorted(tmp_path.iterdir()) == [log, where], "nothing else is left"
+    assert where.stat().st_mode & 0o777 == log.stat().st_mode & 0o777, "the umask's"
+    assert cli.run(["why", "j", "--events", str(log)]) == 1
+    assert "give --html FILE, too" in capsys.readouterr().err
     for wrong, words in (("--html", "cannot be written: No such"), ("--events", "cannot be read")):
         given = {"--html": str(where), "--events": str(log), wrong: str(tmp_path / "none/x")}
         assert cli.run(["why", "j", *(word for pair in given.items() for word in pair)]) == 1
         assert words in capsys.readouterr().err
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing(answers, tmp_path):
+    (tmp_path / "folder").mkdir()
+    assert cli.run(["why", "j", "--html", str(tmp_path / "folder")]) == 1
+    with pytest.raises(UnicodeEncodeError):
+        life._put(tmp_path / "page.html", "\ud800")
+    assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+
+
+def test_what_is_no_file_is_written_in_place(answers, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "page.html")
+    assert cli.run(["why", "j", "--html", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert parsed((tmp_path / "page.html").read_text())
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)  # as /dev/null: not replaced
+    assert cli.run(["why", "j", "--html", str(tmp_path / "pipe")]) == 0
+    assert parsed(os.read(pipe, 10**6).decode())
+    os.close(pipe)
+
+
+def test_the_page_is_utf_8_in_any_locale(answers, monkeypatch):
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", out)
+    answers["get ddpjobs.ddpjob.dev"]["status"]["failures"][0]["message"] = "größer"
+    assert cli.run(["why", "j", "--html", "-"]) == 0
+    assert "größer".encode() in out.buffer.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_long_event_log_is_thinned(tmp_path):

@@ -145,6 +145,7 @@ def _letters(words: str, x: str, y: float, anchor: str) -> str:
 # --- Curves -------------------------------------------------------------------------------
 
 _WIDE = 10_000  # of the box of a curve, stretched to what there is
+_LEAST = 1e-300  # below it floats are no longer divided
 _LABEL = 17  # percent of the width that a label takes
 
 
@@ -196,7 +197,8 @@ def _path(points: Sequence[tuple[float, float]], bottom: float) -> str:
 
 
 def _room(low: float, high: float) -> tuple[float, float]:
-    more = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
+    more = (high - low) * 0.08 or abs(high) * 0.1
+    more = more if more > _LEAST else 1.0
     return low - more, high + more
 
 

@@ -6,9 +6,11 @@ what does not parse counts as absent.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, Final, get_args, get_origin, get_type_hints, is_typeddict
 
 import ddpjob_contract as contract
@@ -78,9 +80,14 @@ def parsed(text: str) -> list[Incident]:
     return [
         one
         for one in checked
-        if one.keys() >= _NEEDED
-        and all(EVIDENCE_TIME.fullmatch(time) for time in (one["began"], one["at"]))
+        if one.keys() >= _NEEDED and all(map(_is_time, (one["began"], one["at"])))
     ]
+
+
+def _is_time(text: str) -> bool:
+    with contextlib.suppress(ValueError):  # of the form, but month 13
+        return bool(EVIDENCE_TIME.fullmatch(text) and datetime.fromisoformat(text))
+    return False
 
 
 def _checked(value: Any, kind: Any) -> Any:

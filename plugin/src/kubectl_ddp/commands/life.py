@@ -6,8 +6,10 @@ is not known is said on the page, with the reason.
 
 from __future__ import annotations
 
+import io
 import json
-import tempfile
+import os
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -91,20 +93,32 @@ def write(where: str, made: Story, log: str | None) -> int:
         missing = {name: why for name, why in made.missing.items() if name != "Curves" or not lines}
         made = replace(made, lines=lines, source=source, missing=missing)
     text = page.write(made)
-    if where == "-":
+    if where in ("-", "/dev/stdout"):
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(encoding="utf-8")  # as the page says, in any locale
         print(text, end="")
         return 0
-    path = Path(where)
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        _put(Path(where), text)
     except OSError as error:
         raise Failure(f"{where} cannot be written: {error.strerror}") from None
     print(f"{where}: {len(made.rounds)} rounds, {len(made.failures)} failures")
     return 0
+
+
+def _put(path: Path, text: str) -> None:
+    if path.is_symlink() or (path.exists() and not path.is_file()):  # a device is not replaced
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    file = beside.open("x", encoding="utf-8")
+    try:
+        with file:
+            file.write(text)
+        beside.replace(path)
+    except BaseException:
+        beside.unlink()
+        raise
 
 
 def _curves(one: Incident) -> dict[str, Points]:
@@ -198,7 +212,7 @@ def _objects(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
 def _take(curves: dict[str, list[list[float]]], one: Mapping[str, Any]) -> None:
     step, given = one.get("step"), one.get("values")
     named = {"loss": one.get("loss")} if one.get("event") == "step" else given
-    if type(step) is not int or not isinstance(named, dict):
+    if type(step) is not int or abs(step) > _GREATEST or not isinstance(named, dict):
         return
     for name, value in named.items():
         known = name in curves or len(curves) < _MOST_NAMES

@@ -50,6 +50,8 @@ class Case:
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print the page, or write it as HTML; raise Failure."""
+    if options.events and not options.html:
+        raise Failure("--events is drawn on the page: give --html FILE, too")
     job = gang.find_job(kubectl, options.job)
     notes: dict[str, str] = {}
     story: list[Happening] = []
