@@ -249,19 +249,54 @@ def test_the_last_of_two_ranks_needs_the_hash_of_the_step_before(trained, tmp_pa
     snapshots: Any = SimpleNamespace(alone=lambda: (files, 0.25), made=20, newest=10)
     rescue = Rescue(tmp_path, world, snapshots)
     rescue.begin(trained.boundary, dict, 23)
-    rescue._hash_seconds = 0.0 if other else PATIENCE
-    *_, number, square = mine = rescue.report()
+    rescue._paced, rescue._pace = 1, PATIENCE
+    rescue._hash_due = 0 if other else 24
+    *_, number, square, _, _ = mine = rescue.report()
     theirs = [number + 1, (number + 1) ** 2] if other == "other bits" else [number, square]
     rescue.before_update()
     rescue.step_ended(24)
     assert not read_marks(tmp_path, RANK).vouched
-    rescue.receive([a + b for a, b in zip(mine, [*mine[:-2], *theirs], strict=True)])
+    rescue.receive([a + b for a, b in zip(mine, [*mine[:-4], *theirs, 0.0, 0.0], strict=True)])
     assert read_marks(tmp_path, RANK).vouched == saves
     launcher = Launcher(tmp_path)
     launcher.say(do="alone", seconds=PATIENCE)
     assert launcher.hear() == {"step": 24}
     assert ("done" in launcher.hear()) == saves == bool(manifest.listed(files.directory))
     launcher.close()
+
+
+def test_two_ranks_hash_together_and_seldom_where_a_hash_takes_long(monkeypatch, tmp_path):
+    clock = SimpleNamespace(monotonic=lambda: now[rank], perf_counter=lambda: now[rank])
+    monkeypatch.setattr(rescue_, "time", clock)
+    snapshots: Any = SimpleNamespace(alone=lambda: (None, 0.25), made=20, newest=10)
+    ranks: list[Any] = []
+    for rank in (0, 1):
+        world: Any = SimpleNamespace(rank=rank, size=2)
+        ranks.append(Rescue(tmp_path, world, snapshots))
+        ranks[rank]._boundary = SimpleNamespace(
+            step=0, why_not="", take=lambda step: None, digest=list,
+            captured=lambda rank: None, compare=lambda sums, ranks: None,
+        )  # fmt: skip
+    hashed: list[list[int]] = [[], []]
+
+    def hashes(step: int, captured: object) -> str:
+        now[rank] += (1.0, 5.0)[rank]
+        hashed[rank].append(step)
+        return "the same bits"
+
+    monkeypatch.setattr(rescue_, "word_of", hashes)
+    now = [100.0, 100.0]
+    for step in range(1200):
+        now = [max(now) + 0.5] * 2
+        sent = []
+        for rank in (0, 1):
+            ranks[rank]._boundary.step = step
+            ranks[rank].step_ended(step)
+            sent.append(ranks[rank].report())
+        for rank in (0, 1):
+            ranks[rank].receive([a + b for a, b in zip(*sent, strict=True)])
+    assert hashed[0] == hashed[1]
+    assert len(hashed[0]) == 3
 
 
 def test_who_vouches_writes_nothing(trained, survivor):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import socket
 import threading
 import time
@@ -236,7 +237,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 # --- The rescue -----------------------------------------------------------------------------------
 
 _PACE_STEPS = 20  # whose mean is the time of a step
-_HASH_SHARE = 0.02  # of a step, at most, for a hash that only one survivor of two needs
+_HASH_SHARE = 0.02  # of all steps, at most, for hashes that only one survivor of two needs
 
 
 class Rescue:
@@ -255,7 +256,7 @@ class Rescue:
         self._until = 0.0  # monotonic: when the launcher waits no longer
         self._said: set[str] = set()
         self._hashed = self._vouched = -1  # step of the hash sent last; of one equal on both ranks
-        self._hash_seconds = 0.0
+        self._hash_due = 0  # step of the next one, the same on both ranks
         self._last, self._paced, self._pace = 0.0, 0, 0.0  # of steps: the end, how many, seconds
 
     # --- For the training thread ------------------------------------------------------------
@@ -319,24 +320,30 @@ class Rescue:
         return [*self._boundary.digest(), *(self._hash() if self._world.size == 2 else ())]
 
     def _hash(self) -> list[float]:
-        """Return numbers by which each of two ranks vouches for the other, as long as it lives."""
+        """Return numbers by which each of two ranks vouches for the other, as long as it lives.
+
+        And, each in its place: after how many steps a hash costs this rank its share.
+        """
         number, boundary, begun = 0, self._boundary, time.perf_counter()
         assert boundary is not None
-        if self._hash_seconds > _HASH_SHARE * self._pace:
-            self._hash_seconds *= 0.9  # perhaps it was a moment only: tried again later
-            return [0.0, 0.0]
+        if not self._paced or boundary.step < self._hash_due:
+            return [0.0] * 4
         with contextlib.suppress(ChangedError):
             word = word_of(boundary.step, boundary.captured(self._world.rank))
             number = zlib.crc32(word.encode()) >> 12 | 1  # so that sums of squares are exact
-        self._hashed, self._hash_seconds = boundary.step, time.perf_counter() - begun
-        return [float(number), float(number * number)]
+        self._hashed = boundary.step
+        steps = (time.perf_counter() - begun) / (_HASH_SHARE * self._pace)
+        places = (steps, 0.0) if self._world.rank == 0 else (0.0, steps)
+        return [float(number), float(number * number), *places]
 
     def receive(self, sums: Sequence[float]) -> None:
         """Take in the sums of report()."""
         if self._boundary is None:
             return
         if self._world.size == 2:
-            *sums, total, squares = sums
+            *sums, total, squares, first, second = sums
+            if wait := max(first, second):
+                self._hash_due = self._hashed + math.ceil(wait)
             if total and total**2 == 2 * squares:
                 self._vouched = self._hashed
             self._mark()
