@@ -118,6 +118,22 @@ def test_logs_that_end_are_opened_again_and_hide_no_success(run, capsys, monkeyp
     assert ": Succeeded, after" in said
 
 
+def test_files_may_follow_options_and_the_hint_keeps_our_words(run, capsys):
+    Path("vocab.txt").write_text("a")
+    assert run(Server(), "--dry-run", "--replicas", "2", "vocab.txt") == 0
+    assert "vocab.txt:" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        run(Server(), "--epochs", "2", "--replicas", "2")
+    cure = "kubectl ddp run train.py --replicas 2 -- --epochs 2"
+    assert cure in capsys.readouterr().err
+
+
+def test_requirements_are_a_file(run, capsys):
+    Path("folder").mkdir()
+    assert run(Server(), "--pip", "folder") == 1
+    assert "--pip folder: a folder" in capsys.readouterr().err
+
+
 def test_a_name_in_use_is_refused_before_anything_is_made(run, capsys):
     server = Server("ddpjobs mine")
     assert run(server, "--name", "mine") == 1
@@ -187,16 +203,20 @@ def test_files_that_no_config_map_holds_are_laid_on_the_claim_before(run, capsys
     )
     Path("data").mkdir()
     Path("data/large.bin").write_bytes(bytes(manifest.MOST_BYTES))
-    Path("needs.txt").write_text("one")
+    Path("data/base.txt").write_text("two")
+    Path("needs.txt").write_text("one\n-r data/base.txt")
     assert run(server, "data", "--name", "n", "--pip", "needs.txt") == 0
     folder = "/snapshots/n/files"
-    assert laid == [(["create PersistentVolumeClaim"], ["train.py", "data/large.bin"], folder)]
+    sent = ("train.py", "data/base.txt", "data/large.bin")
+    assert laid == [(["create PersistentVolumeClaim"], [*sent], folder)]
     pod = server.made["DDPJob"]["spec"]["template"]["spec"]
     (trainer,), (pip,) = pod["containers"], pod["initContainers"]
     assert trainer["command"][2:5] == ["--files", folder, "--anew"]
     assert [one["name"] for one in trainer["volumeMounts"]] == ["work", "packages"]
     assert [one["name"] for one in pip["volumeMounts"]] == ["files", "packages"]
-    assert server.made["ConfigMap"]["data"] == {"needs.txt": "one"}
+    assert server.made["ConfigMap"]["data"] == {
+        "needs.txt": "one\n-r data/base.txt", "data.base.txt": "two"
+    }  # fmt: skip
     monkeypatch.setattr(manifest, "MOST_UPLOADED", 10**6)
     assert run(server, "data") == 1
     assert "the largest data/large.bin: what travels may have 1000000" in capsys.readouterr().err
@@ -236,6 +256,9 @@ def test_the_claim_gets_the_files_alone_and_no_pod_stays(monkeypatch, tmp_path, 
         assert {str(one.relative_to(folder)) for one in folder.rglob("*")} == {"a", *files}
         assert (folder / "link").read_bytes() == bytes(10**6)
         assert not (folder / "link").is_symlink()
+        assert os.access(folder / "a/large", os.X_OK), "a program of mode 0644 starts"
+        with pytest.raises(Failure, match="gone: No such file"):
+            upload.lay(Kubectl(), job, {"gone": tmp_path / "gone"}, str(folder))
     else:
         with pytest.raises(Failure, match="no space"):
             upload.lay(Kubectl(), job, files, str(folder))

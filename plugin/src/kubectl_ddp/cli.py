@@ -100,8 +100,18 @@ def _parsed(words: list[str]) -> argparse.Namespace:
     top = parser()
     options, unknown = top.parse_known_args(words, argparse.Namespace(arguments=own))
     of_script, cure = "script" in vars(options), ""
+    if of_script and unknown:  # argparse takes no FILES after an option
+        first = next((n for n, word in enumerate(unknown) if word.startswith("-")), len(unknown))
+        options.files = [*options.files, *map(Path, unknown[:first])]
+        del unknown[:first]
     if of_script and unknown:
-        ours = [word for word in words if word not in unknown]
+        at = words.index(unknown[0])
+        ours, left = words[:at], list(unknown)
+        for word in words[at:]:
+            if left and word == left[0]:
+                del left[0]
+            else:
+                ours.append(word)
         shown = shlex.join(["kubectl", "ddp", *ours, "--", *unknown, *own])
         cure = f"; those of the script follow --, as in: {shown}"
     if unknown or (own and not of_script):

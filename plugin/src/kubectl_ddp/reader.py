@@ -306,7 +306,7 @@ def reached(
     phases: Sequence[str] = ("Succeeded", "Failed"),
     *,
     trusted: bool = True,
-    seconds: float = _SECONDS,
+    patient: bool = False,
 ) -> tuple[str, Object]:
     """Wait until the pod is in one of the phases; return that and its object. Raises Failure."""
     name, where = body["metadata"]["name"], _where(body)
@@ -322,9 +322,9 @@ def reached(
                 f"pod {name} does not start: {why}. Its image runs as root, or as a user without a"
                 " number; --trust-job lets it, where you would let the job's owner do so"
             )
-        if waited > seconds:
+        if waited > _SECONDS and not patient:
             more = "" if trusted else "with --trust-job it goes where the job's pods go; "
-            late = f"pod {name} has not run within {seconds:.0f} s: {why}"
+            late = f"pod {name} has not run within {_SECONDS:.0f} s: {why}"
             raise Failure(f"{late}; {more}by hand: {hand}")
         if waited > _SAY_AFTER and why != shown:
             shown = why

@@ -127,7 +127,9 @@ def make(args: argparse.Namespace, *, may_upload: bool = False) -> Made:
         _check_output(args, files)
         pip = travels.placed([args.pip] if args.pip else [])
         folder = _folder(args, files, may_upload=may_upload)
-        held = pip if folder else {**files, **pip}
+        held = travels.required(pip, files) if folder else {**files, **pip}
+        if sum(map(_size, held.values())) > MOST_BYTES:
+            raise Failure(f"--pip {args.pip}: with the FILES that it names over {MOST_BYTES} bytes")
         found = list(_objects(args, _Files(files, held, folder, *pip)))
         notes = list(_notes(args, files))
     except OSError as error:
@@ -214,6 +216,8 @@ def _check(args: argparse.Namespace) -> None:
         raise Failure(f"--snapshots {args.snapshots!r}: not a name of a claim")
     if args.claim is not None and not _QUANTITY.fullmatch(args.claim):
         raise Failure(f"--claim {args.claim!r}: must be a size, such as 10Gi")
+    if args.pip and args.pip.is_dir():
+        raise Failure(f"--pip {args.pip}: a folder: give the requirements file in it")
     if not args.image.strip():
         raise Failure("--image: must name an image, such as REGISTRY/mine:1")
     _check_pod(args)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,20 @@ from kubectl_ddp.kubectl import Failure
 def placed(paths: Sequence[Path]) -> dict[str, Path]:
     """Return all files of these, by their paths in the working directory. Raises Failure."""
     return {_inner(one): one for one in _expanded(paths)}
+
+
+def required(pip: Mapping[str, Path], files: Mapping[str, Path]) -> dict[str, Path]:
+    """Return requirements, and those of the files that they name: -r base.txt, -c, ./wheel.whl."""
+    found, left = dict(pip), list(pip)
+    while left:
+        inner = left.pop()
+        folders = ("", os.path.dirname(inner))  # noqa: PTH120 (of the pods)
+        for word in re.split(r"[\s=]+", found[inner].read_text(errors="replace")):
+            for one in {os.path.normpath(os.path.join(folder, word)) for folder in folders}:  # noqa: PTH118
+                if one in files and one not in found:
+                    found[one] = files[one]
+                    left += [one] * one.endswith(".txt")
+    return found
 
 
 def linked_folders(paths: Sequence[Path]) -> Iterator[Path]:

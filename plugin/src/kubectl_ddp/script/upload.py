@@ -5,7 +5,6 @@ By a tar into a pod of the job's image and user, which mounts the claim and is d
 
 from __future__ import annotations
 
-import math
 import secrets
 import subprocess
 import sys
@@ -30,7 +29,7 @@ def lay(kubectl: Kubectl, job: Object, files: Mapping[str, Path], folder: str) -
     with reader.made(kubectl, body, _BY_HAND):
         ends = ("Running", "Succeeded", "Failed")
         # A node may have to be bought and the image pulled: it says what it waits for.
-        phase, _ = reader.reached(kubectl, body, _BY_HAND, ends, seconds=math.inf)
+        phase, _ = reader.reached(kubectl, body, _BY_HAND, ends, patient=True)
         if phase != "Running":
             raise Failure(f"pod {name} {phase.lower()}: has its image `sleep`? By hand: {_BY_HAND}")
         words = ("exec", "-i", name, "--", "sh", "-c", _UNPACK, "sh", folder)
@@ -42,15 +41,24 @@ def lay(kubectl: Kubectl, job: Object, files: Mapping[str, Path], folder: str) -
             try:
                 with tarfile.open(fileobj=stream.buffer, mode="w|", dereference=True) as archive:
                     for inner, path in files.items():
-                        archive.add(path, inner, recursive=False)
+                        archive.add(path, inner, recursive=False, filter=_runs)
                 stream.close()
             except BrokenPipeError:
                 pass  # it says why
+            except OSError as error:
+                what = f"{path}: {error.strerror or 'shrank while it was read'}"
+                raise Failure(f"{what}: nothing is created; run it again") from None
             process.wait()
             said.seek(0)
             text = said.read()
         judge(process, text)
     print(f"{len(files)} files laid on the claim, in {folder}", file=sys.stderr)
+
+
+def _runs(one: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Let a program be started whatever its mode is here, as one of a ConfigMap is."""
+    one.mode |= 0o755
+    return one
 
 
 def _pod(job: Object) -> Object:
