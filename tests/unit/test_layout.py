@@ -27,13 +27,13 @@ MOST_LINES = {
     "operator/src": 12_140,
     "trainer/src": 28_399,
     "tools/src": 5_322,
-    "plugin/src": 5_223,
+    "plugin/src": 5_226,
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_723,
     "tests": 64_885,
 }
-MOST_WORDS = 56_584  # of all pages in docs
+MOST_WORDS = 56_640  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

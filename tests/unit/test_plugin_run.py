@@ -258,7 +258,7 @@ def test_the_claim_gets_the_files_alone_and_no_pod_stays(monkeypatch, tmp_path, 
         assert not (folder / "link").is_symlink()
         assert os.access(folder / "a/large", os.X_OK), "a program of mode 0644 starts"
         with pytest.raises(Failure, match="gone: No such file"):
-            upload.lay(Kubectl(), job, {"gone": tmp_path / "gone"}, str(folder))
+            upload.lay(Kubectl(), job, files | {"gone": tmp_path / "gone"}, str(folder))
     else:
         with pytest.raises(Failure, match="no space"):
             upload.lay(Kubectl(), job, files, str(folder))

@@ -31,12 +31,12 @@ _WEIGHTS = "model.safetensors"
 _COPY = """\
 copy() {
   { said=$(LC_ALL=C tar c "$1" 2>&1 >&3); code=$?; } 3>&1
-  [ -z "$said" ] || echo "$said" >&2
+  [ -z "$said" ] || printf '%s\\n' "$said" >&2
   [ $code -eq 1 ] || return $code
-  echo "$said" | while read -r line; do
+  printf '%s\\n' "$said" | while read -r line; do
     case $line in
       *' file changed as we read it'|*' File removed before we read it') ;;
-      *) echo "$line" >&2; exit 1 ;;
+      *) printf '%s\\n' "$line" >&2; exit 1 ;;
     esac
   done
 }

@@ -5,6 +5,7 @@ By a tar into a pod of the job's image and user, which mounts the claim and is d
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import subprocess
 import sys
@@ -46,8 +47,10 @@ def lay(kubectl: Kubectl, job: Object, files: Mapping[str, Path], folder: str) -
             except BrokenPipeError:
                 pass  # it says why
             except OSError as error:
+                with contextlib.suppress(OSError):  # what it still holds would fail later
+                    stream.close()
                 what = f"{path}: {error.strerror or 'shrank while it was read'}"
-                raise Failure(f"{what}: nothing is created; run it again") from None
+                raise Failure(f"{what}: no job is created; run it again") from None
             process.wait()
             said.seek(0)
             text = said.read()
