@@ -24,16 +24,16 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 914,
-    "operator/src": 12_140,
-    "trainer/src": 28_399,
+    "operator/src": 12_137,
+    "trainer/src": 28_424,
     "tools/src": 5_322,
     "plugin/src": 5_226,
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_885,
+    "tests": 64_930,
 }
-MOST_WORDS = 56_640  # of all pages in docs
+MOST_WORDS = 56_655  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

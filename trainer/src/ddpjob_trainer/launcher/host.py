@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import random
 import selectors
@@ -19,7 +20,7 @@ import shutil
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -129,47 +130,63 @@ def bind(port: int, *, reuse: bool = True) -> socket.socket:
 # --- Connections with other pods ------------------------------------------------------------------
 
 _TABLES: Final = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
-_ESTABLISHED: Final = "01"
+_NO_CONNECTION: Final = ("02", "03", "07", "0A", "0C")  # states; one that closes was one
 _MAPPED: Final = "0000000000000000FFFF0000"  # before an IPv4 address in a table of IPv6
-_LOOKS: Final = 10  # before it says that there was none
+_TRAINED_SECONDS: Final = 60.0  # from step to step, before it says that there was none
 
 
 class Connections:
-    """``met``: processes here have had a connection with another pod of the gang; None: unknown.
+    """``met``: this round's processes had a connection with another pod; None: unknown.
 
     Pods of the gang are known by their links to the hub, whose ``port`` is open here, if any. What
-    else they are connected by is the program's, at whatever port and by whatever library.
+    else they are connected by is the program's, at whatever port and by whatever library. A program
+    that has connections elsewhere while it trains may have met on another network: unknown.
     """
 
-    def __init__(self, port: int | None) -> None:
+    def __init__(self, port: int | None, metrics: int | None) -> None:
+        self._hub, self._ours = port, {port, metrics}
+        self.begin()
+
+    def begin(self) -> None:
+        """Start over with a round."""
         self.met: bool | None = None
-        self._hub = port
-        self._looks = 0
+        self._gang: set[str] = set()
+        self._elsewhere = False
+        self._reached: object = None
+        self._since = math.inf  # when it was first seen to train
         self._due = 0.0
 
-    def look(self, now: float) -> None:
-        """Look once a second while workers run, until one is found."""
-        if self._hub is None or self.met or now < self._due:
+    def look(self, now: float, reached: Callable[[], object], *, last: bool = False) -> None:
+        """Look once a second while workers run; what is ``reached`` differs after a step."""
+        if self._hub is None or self.met or (now < self._due and not last):
             return
         self._due = now + 1.0
+        before, self._reached = self._reached, reached()
+        trained = before not in (None, self._reached)
+        if trained:
+            self._since = min(self._since, now)
         rows = list(_connections())
-        gang = {address for port, address, _ in rows if port == self._hub}
-        if any(address in gang and self._hub not in (here, there) for here, address, there in rows):
+        here = {address for address, *_ in rows}
+        self._gang |= {there for _, port, there, _ in rows if port == self._hub}
+        others = {there for _, port, there, at in rows if self._ours.isdisjoint((port, at))}
+        if others & self._gang:
             self.met = True
-        elif gang:
-            self._looks += 1
-            self.met = False if self._looks >= _LOOKS else None
+        elif others - here and now >= self._since:
+            self.met, self._elsewhere = None, True
+        elif self._gang and trained and now >= self._since + _TRAINED_SECONDS:
+            self.met = None if self._elsewhere else False
 
 
-def _connections() -> Iterator[tuple[int, str, int]]:
-    """Yield the port here, the address and the port there, of each of this network namespace."""
+def _connections() -> Iterator[tuple[str, int, str, int]]:
+    """Yield address and port here, and there, of each of this network namespace."""
     for table in _TABLES:
         with contextlib.suppress(OSError, ValueError, IndexError):
             for row in table.read_text().splitlines()[1:]:
-                _, here, there, state, *_ = row.split()
-                if state == _ESTABLISHED:
-                    address, port = there.split(":")
-                    yield int(here.split(":")[1], 16), address.removeprefix(_MAPPED), int(port, 16)
+                _, *ends, state = row.split()[:4]
+                if state not in _NO_CONNECTION:
+                    (here, port), (there, at) = (end.split(":") for end in ends)
+                    here, there = here.removeprefix(_MAPPED), there.removeprefix(_MAPPED)
+                    yield here, int(port, 16), there, int(at, 16)
 
 
 # --- Directory ------------------------------------------------------------------------------------

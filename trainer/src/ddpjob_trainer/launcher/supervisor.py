@@ -126,7 +126,8 @@ class Supervisor:
                 " as the last command"
             )
         # Here others' links come in, by which they are known.
-        self._connections = Connections(config.hub_port if self._member.server else None)
+        hub = config.hub_port if self._member.server else None
+        self._connections = Connections(hub, config.metrics_port)
         self._starter = Starter(config, self._runtime_dir, self._selector, say)
         if config.replacement:  # it replaces a lost launcher, or is a standby: it waits for Go
             trace.configure(config.env.trace, -1, 0)
@@ -154,6 +155,7 @@ class Supervisor:
         trace.configure(self._config.env.trace, -1, key.round)
         self._hangs.begin(now)
         self._reading.begin()
+        self._connections.begin()
         self._phase = Running(self._round(key), now)
         if self._refill and again:
             self._restore(self._refill)
@@ -216,7 +218,7 @@ class Supervisor:
             lines = self._member.link.lines
             hangs_due = self._hangs.tick(self._workers, lines, now, terminating=terminating)
             if self._workers.pids:
-                self._connections.look(now)
+                self._connections.look(now, self._reached)
             self._counted.silent_seconds = max(0.0, now - lines.gang)
             if isinstance(self._phase, Running):
                 self._phase = self._phase.report(now)
@@ -297,6 +299,7 @@ class Supervisor:
         for local_rank in range(config.nproc):
             self._pump.collect(config.rank(local_rank))
         self._reading.look(self._pump, now=time.monotonic(), last=True)
+        self._connections.look(time.monotonic(), self._reached, last=True)
         results = self._shown(self._summary.close(workers, signalled=ended.signal != 0))
         code = termination.finish(config, workers, self._pump, results, ended, left, self._log.say)
         self._member.close()
@@ -331,6 +334,11 @@ class Supervisor:
         values = {**self._reading.reader.numbers.metrics, **(results.values or {})}
         met = self._connections.met
         return replace(results, printed=self._reading.facts(), values=values, connected=met)
+
+    def _reached(self) -> object:
+        """Return what another step changes: of the library, printed, or a file's time."""
+        state, printed = self._workers.state(0), self._reading.reader.numbers.step
+        return state and state.step, printed, self._summary.progress.newest
 
     def _state(self) -> State:
         config, round_, workers = self._config, self._phase.round, self._workers

@@ -40,7 +40,7 @@ def succeed(view: View, change: Change) -> Change:
         message += f"; it began from {progress.resumed}"
     last = view.seats.members.get(0)
     if last and last.trainer.report and never_met(view.spec, last.trainer.report):
-        message += "; " + apart(view.spec, "never connected", "trained")
+        message += "; " + apart(view.spec, "have trained")
     change = change.with_status(progress=progress)
     first = view.seats.members.get(0)
     reported = (view.feedback.progress, first.trainer.report if first else None)
@@ -59,9 +59,10 @@ def never_met(spec: Spec, said: Progress | Report) -> bool:
     return said.connected is False and spec.replicas > 1 and not spec.template.host_network
 
 
-def apart(spec: Spec, did: str, trains: str) -> str:
-    """Word that the replicas are no gang."""
-    return f"the {counted(spec.replicas, 'replica')} {did}: each {trains} by itself"
+def apart(spec: Spec, train: str) -> str:
+    """Word that the replicas are likely no gang."""
+    who = counted(spec.replicas, "replica")
+    return f"no connection between the {who} was seen: each may {train} by itself"
 
 
 def fail(view: View, change: Change, reason: str, message: str) -> Change:

@@ -32,8 +32,6 @@ from ddpjob_operator.core.view import View, recovers_from
 REPORT_INTERVAL: Final = timedelta(seconds=2)
 #: The same for a gang that has run for 20 minutes: a thousand such jobs write 17 times a second.
 PROGRESS_INTERVAL: Final = timedelta(seconds=60)
-#: So long replicas may import and read before they meet; a gang that trains met long before.
-_MEETING: Final = timedelta(minutes=2)
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
 #: The only phase in which each of these conditions is true.
@@ -198,23 +196,21 @@ def _silent(view: View, change: Change) -> Change:
 def _of_now(view: View, polled: Progress) -> bool:
     """Tell whether a poll is of the gang that runs."""
     at, since = polled.updated_at, view.status.timings.running_at
-    return at is None or since is None or at >= since
+    return at is not None and since is not None and at >= since
 
 
 def _apart(view: View, change: Change) -> Change:
     """Report replicas that have no connection with one another."""
-    polled, since = view.feedback.progress, view.status.timings.running_at
-    if change.status.phase != "Running" or polled is None or since is None:
+    polled = view.feedback.progress
+    if change.status.phase != "Running" or polled is None:
         return change
     if not finish.never_met(view.spec, polled) or not _of_now(view, polled):
         return change.condition("Apart", False, "Progressing", "", view.now)
     old = change.status.condition("Apart")
     news = old is None or old.status == "False"
-    if not news or not view.clock.reached(since + _MEETING):
-        return change
-    what = finish.apart(view.spec, "have no connection", "trains")
+    what = finish.apart(view.spec, "train")
     change = change.condition("Apart", True, "NotConnected", what, view.now)
-    return change.event("Warning", "NotConnected", what)
+    return change.event("Warning", "NotConnected", what) if news else change
 
 
 def _unsupported(spec: Spec, nodes: Nodes | None, change: Change, now: datetime) -> Change:
