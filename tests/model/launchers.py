@@ -18,6 +18,7 @@ from unittest import mock
 from ddpjob_contract import POD_UID, State, TerminationReport
 from ddpjob_trainer.environment import RESCUE, read_launcher
 from ddpjob_trainer.launcher import supervisor
+from ddpjob_trainer.launcher.host import Connections
 from ddpjob_trainer.launcher.hub import membership
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.membership import HubClient
@@ -140,7 +141,9 @@ class Launcher(Supervisor):
         nothing = lambda *_: None  # noqa: E731
         self._evidence: Any = SimpleNamespace(begin=nothing, stopped=nothing, follows=nothing)
         self._pump: Any = SimpleNamespace(tail=lambda rank: [])
-        self._counted = SimpleNamespace(workers=0, round=0, teardown_seconds=0.0, rounds=_Counts())  # type: ignore[assignment]
+        self._counted = SimpleNamespace(  # type: ignore[assignment]
+            workers=0, round=0, teardown_seconds=0.0, rounds=_Counts(), silent_seconds=0.0
+        )
         self._runtime_dir = SimpleNamespace(path=_NOWHERE, metrics=_NOWHERE)  # type: ignore[assignment]
         self._starter: Any = SimpleNamespace(
             begin=self._start,
@@ -153,6 +156,7 @@ class Launcher(Supervisor):
         if (hub := self._member.hub) is not None:
             hub.post = functools.partial(self._post, hub.post)
         self._serves = config.hub_port is not None
+        self._connections = Connections(None, None)
         if config.replacement:
             self._phase = Parked(self._round(config.first), now)
         else:
