@@ -384,6 +384,7 @@ for step in range(1, 10**9):
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", state.pop("updatedAt"))
         assert state.pop("step") > 1
         assert state.pop("stepsPerSecond") > 0
+        assert state.pop("silentSeconds") < PATIENCE
         assert state.pop("spent")["up"] > 0
         assert state == {
             "version": 1, "uid": "", "attempt": 1, "round": 0, "phase": "step",

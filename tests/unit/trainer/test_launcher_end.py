@@ -322,7 +322,7 @@ def test_a_long_restore_of_the_working_directory_silences_no_link(tmp_path, agai
     did, ticked = list[str](), Event()
     supervisor: Any = object.__new__(Supervisor)
     supervisor._hangs = supervisor._evidence = supervisor._pump = supervisor._summary = Mock()
-    supervisor._reading = Mock()
+    supervisor._reading = supervisor._connections = Mock()
     supervisor._config = Mock(env=Mock(trace=None, drill="Never"))
     supervisor._member = Mock(rounds=False, tick=lambda now: ticked.set())
     supervisor._selector = selectors.DefaultSelector()

@@ -81,7 +81,7 @@ def test_a_process_that_fails_meanwhile_has_it_as_its_cause(tmp_path):
 @pytest.mark.parametrize(("phase", "named"), [("startup", True), ("step", False)])
 def test_a_hang_at_the_start_names_it_as_its_cause(phase, named):
     hang = Hang(Sign(RankState(1, phase, activity="rendezvous"), 601.0), 600.0)
-    request: Any = SimpleNamespace(hang=hang, text=str, native=str, brief=list)
+    request: Any = SimpleNamespace(text=str, native=str, brief=list)
     told: list[str] = []
     workers: Any = SimpleNamespace(
         stopping=False, mark_hung=lambda rank, why, lines, now: told.append(why)
@@ -89,5 +89,6 @@ def test_a_hang_at_the_start_names_it_as_its_cause(phase, named):
     log: Any = SimpleNamespace(put=lambda stream, data: None)
     found: Any = SimpleNamespace(trouble="no such name", begin=lambda: None)
     response = HangResponse(Deadlines(1, 1, 1), Counter(), log, found, starts=False)
+    response._hang = hang
     response._answered(workers, request, 1.0)
     assert [why.startswith("Hang: no such name; rank 1 hangs") for why in told] == [named]

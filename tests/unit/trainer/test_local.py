@@ -128,7 +128,7 @@ def test_the_variables_are_the_operators(nproc, more, tmp_path):
                 "resumeWhen": "/data/*.pt",
             },
             "snapshot": {"path": path, "volume": {"emptyDir": {}}, "keep": 5, "resume": "Never"},
-            "hang": {"stepSeconds": 7},
+            "hang": {"stepSeconds": 7, "outputSeconds": 60},
             "output": {"step": "it (.)", "metrics": {"b": "(.)", "a": "(.)"}},
         }
     found = job_object(nprocPerNode=nproc, **changes)

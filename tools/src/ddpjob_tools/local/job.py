@@ -224,6 +224,7 @@ class Job:
     def _ours(self, attempt: int, replica: int, ports: Sequence[int]) -> dict[str, str]:
         master, hub, *metrics = ports
         value, limits = self.manifest.setting, self.limits
+        silence = self.manifest.at("hang.outputSeconds")
         snapshots = None
         if self.snapshots:
             every = self.manifest.at("snapshot.everySteps")
@@ -256,7 +257,7 @@ class Job:
             hang_startup=value("hang.startupSeconds"),
             hang_step=value("hang.stepSeconds"),
             hang_snapshot=value("hang.snapshotSeconds"),
-            hang_output=value("hang.outputSeconds"),
+            hang_output=None if silence.value is None else silence.whole(),
             snapshots=snapshots,
             progress_path=str(self.progress_path or ""),
             resume_args=self.resume_args,

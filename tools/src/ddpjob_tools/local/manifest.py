@@ -27,7 +27,7 @@ _OBJECTS: Final = ("restart", "restart.backoff", "restart.inPlace", "snapshot", 
 _KNOWN: Final = {
     *DEFAULTS, *_OBJECTS,
     "restart.rules", "restart.progressPath", "restart.resumeArgs", "restart.resumeWhen",
-    "snapshot.path", "snapshot.volume",
+    "snapshot.path", "snapshot.volume", "hang.outputSeconds",
 }  # fmt: skip
 _KINDS: Final = {bool: "true or false", str: "a string"}
 #: ../x would be outside of the folder.
