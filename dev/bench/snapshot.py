@@ -187,7 +187,7 @@ def main() -> None:
         ]
         print("what a kill at any step loses, by how far apart snapshots are")
         print(report.table("MB | every | stall share | steps lost | s lost", rows))
-    repeats = 1 if args.quick else args.repeats
+    repeats = (1 if args.quick else args.repeats) * bool(ways)
     runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for repeat in range(repeats):
         turn = repeat % len(ways)

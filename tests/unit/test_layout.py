@@ -26,12 +26,12 @@ MOST_LINES = {
     "contract/src": 914,
     "operator/src": 12_137,
     "trainer/src": 28_424,
-    "tools/src": 5_322,
+    "tools/src": 5_323,
     "plugin/src": 5_226,
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_930,
+    "tests": 64_936,
 }
 MOST_WORDS = 56_655  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
