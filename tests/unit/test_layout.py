@@ -31,7 +31,7 @@ MOST_LINES = {
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_936,
+    "tests": 64_938,
 }
 MOST_WORDS = 56_655  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
