@@ -35,15 +35,15 @@ def succeed(view: View, change: Change) -> Change:
         f"after {took:.0f} s; restarts: {restarts.total}, in place: {restarts.in_place}"
     )
     change = _end(view, change, "Succeeded")
-    progress = _with_last_words(change.status.progress, view.seats.members.get(0), view.now)
+    first = view.seats.members.get(0)
+    report = first.trainer.report if first else None
+    progress = _with_last_words(change.status.progress, first, view.now)
     if progress.resumed:
         message += f"; it began from {progress.resumed}"
-    last = view.seats.members.get(0)
-    if last and last.trainer.report and never_met(view.spec, last.trainer.report):
+    if report and never_met(view.spec, report):
         message += "; " + apart(view.spec, "have trained")
     change = change.with_status(progress=progress)
-    first = view.seats.members.get(0)
-    reported = (view.feedback.progress, first.trainer.report if first else None)
+    reported = (view.feedback.progress, report)
     other = any(one.other_job for one in reported if one)
     change = began_from(view.status, change, progress.resumed, other_job=other)
     change = change.condition("Running", False, "Succeeded", message, view.now)

@@ -246,7 +246,7 @@ def write(view: View, change: Change) -> Plan | None:
 
 
 def _reports_only(new: Status, old: Status) -> bool:
-    """Tell whether only counts, progress or a stall differ.
+    """Tell whether only counts, progress, a stall or a remark (Silent, Apart) differ.
 
     A success is stored before its pod may go. Two operators that both act for a moment may report a
     stall in turns; only its first report is written at once.
