@@ -13,7 +13,8 @@ from ddpjob_operator.core.actions import Plan, WriteStatus
 from ddpjob_trainer.launcher.hub import hub as hub_
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import Hello, Key
-from ddpjob_trainer.launcher.hub.rounds import History, Seats
+from ddpjob_trainer.launcher.hub.rounds import History
+from ddpjob_trainer.launcher.hub.seats import Seats
 from ddpjob_trainer.launcher.local_round import Parked, Stopping
 from model.cluster import Object
 from model.gang import GangWorld

@@ -2,7 +2,7 @@
 
 The hub runs in launcher 0, without sockets: membership.py and server.py pass it the launchers'
 messages, and it posts answers. Its present phase says what follows, with rounds.py, which decides
-whether another round does, who may come and who serves. Where a launcher is lost the
+whether another round does, and seats.py, which chooses who serves. Where a launcher is lost the
 others wait until its place is filled: by a standby, a new pod, or the same one after a broken link.
 """
 
@@ -16,7 +16,8 @@ from ddpjob_contract import STATE_MAX_AWAY, Round
 from ddpjob_trainer.launcher.hub import messages, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import Hello, Message, OfRound
 from ddpjob_trainer.launcher.hub.root_cause import Exit
-from ddpjob_trainer.launcher.hub.rounds import History, Limits, Outcome, Seats
+from ddpjob_trainer.launcher.hub.rounds import History, Limits, Outcome
+from ddpjob_trainer.launcher.hub.seats import Seats
 
 #: From Stop, or from a launcher's last Exiting, until all have ended.
 BARRIER_SECONDS = 5.0
