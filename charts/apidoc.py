@@ -12,17 +12,27 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 _BOUND: Final = re.compile(r"self >= \d+")
+#: What means the same as in any pod or condition.
+_PLAIN: Final = re.compile(
+    r"spec\.template\.spec\.(volumes\[|containers\[\]\.(name|image|command|args|ports|resources"
+    r"|volumeMounts|env\[))|spec\.template\.metadata\.creation|spec\.snapshot\.volume\."
+    r"(?!persistentVolumeClaim|ephemeral|emptyDir|hostPath)|status\.conditions\[\]"
+)
+#: What an operator writes for itself, and for the next one.
+_BOOKS: Final = re.compile(
+    r"status\.(observedG|stalled|membersS|podGroup|births|holds|serving|templateH|snapshotH|operator"
+    r"|succeededR|ledger\.hub|restarts\.(round|consec|snapshotS|fileM)|timings\.(placed|lastRound))"
+)
 
 INTRO = """\
 # DDPJob: every field
 
 <!-- Written by charts/render.py from the CRD; change charts/ddpjob/templates/_crd_*.tpl. -->
 
-`apiVersion: {api}`, `kind: {kind}`, short name `{short}`. The same texts: `kubectl explain
-ddpjob.spec --recursive`. Fields that are not listed are refused by `kubectl apply`, except
-inside the pod template and in `spec.snapshot.volume`, which take whatever Kubernetes takes.
-So is what breaks a rule between fields, with the field and the cure. Durations are in seconds.
-Words: [glossary.md](glossary.md).
+`apiVersion: {api}`, `kind: {kind}`, short name `{short}`. `kubectl explain ddpjob.spec --recursive`
+shows the same, and what is left out here: fields as in any pod, and the operator's own records.
+`kubectl apply` refuses unknown fields, except in the pod template and `spec.snapshot.volume`, and
+what breaks a rule between fields. Durations are in seconds. Words: [glossary.md](glossary.md).
 """
 
 Schema = Mapping[str, Any]
@@ -56,29 +66,29 @@ def render(definition: Schema) -> str:
 
 
 def _columns(version: Schema) -> str:
-    lines = ["| Column | Field | Shown |", "|---|---|---|"]
+    shown: dict[bool, list[str]] = {False: [], True: []}
     for column in version["additionalPrinterColumns"]:
-        shown = "with `-o wide`" if column.get("priority") else "always"
-        lines.append(f"| {column['name']} | `{column['jsonPath']}` | {shown} |")
-    return "\n".join(lines) + "\n"
+        shown[bool(column.get("priority"))].append(f"{column['name']} `{column['jsonPath']}`")
+    return f"{', '.join(shown[False])}.\n\nWith `-o wide` also {', '.join(shown[True])}.\n"
 
 
 def _table(schema: Schema, prefix: str) -> str:
-    """Return the rows of all fields; those of one parent with the same description share a row."""
+    """Return the rows of fields; those of one parent with the same description share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for row in _walk(schema, prefix, []):
+        if _PLAIN.match(row.path) or _BOOKS.match(row.path):
+            continue
         cell = _cell(row.schema) + (
             f" Its fields are those of `{row.same_as}`." * bool(row.same_as)
         )
         parent = row.path.rpartition(".")[0]
-        default = _default(row.schema, row.required)
-        rows.setdefault((parent, _type(row.schema), default, cell), []).append(row.path)
+        kind = _type(row.schema) + _default(row.schema, row.required)
+        rows.setdefault((parent, kind, cell), []).append(row.path)
     own = schema["properties"].values()
-    heads = ["Field", "Type", *["Default"] * any("default" in each for each in own), "Description"]
-    lines = [_row(heads), "|---" * len(heads) + "|"]
-    for (_, kind, default, cell), paths in rows.items():
-        fields = ", ".join(f"`{path}`" for path in paths)
-        lines.append(_row([fields, kind, *[default] * ("Default" in heads), cell]))
+    heads = ["Field", "Type, default" if any("default" in each for each in own) else "Type"]
+    lines = [_row([*heads, "Description"]), "|---|---|---|"]
+    for (_, kind, cell), paths in rows.items():
+        lines.append(_row([", ".join(f"`{path}`" for path in paths), kind, cell]))
     return "\n".join(lines) + "\n"
 
 
@@ -113,12 +123,13 @@ def _type(field: Schema) -> str:
 
 
 def _default(field: Schema, required: bool) -> str:
+    """Return what follows the type."""
     if required:
-        return "required"
+        return ", required"
     default = field.get("default")
-    if default is None or isinstance(default, dict):
+    if default in (None, "") or isinstance(default, dict):
         return ""
-    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+    return f", `{str(default).lower() if isinstance(default, bool) else default}`"
 
 
 def _cell(field: Schema) -> str:
@@ -126,13 +137,16 @@ def _cell(field: Schema) -> str:
     bounds = _bounds(field)
     item_bounds = _bounds(field["items"]) if "items" in field else ""
     extra = [bounds, f"each {item_bounds}" if item_bounds else ""]
-    text = field["description"] + "".join(f" *{part}*" for part in extra if part)
+    said = field["description"]
+    text = said + "".join(f" *{part}*" for part in extra if part and part not in said)
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def _bounds(field: Schema) -> str:
     parts = []
-    if "enum" in field:
+    if "enum" in field and not all(
+        re.search(rf"\b{e}\b", field["description"]) for e in field["enum"]
+    ):
         parts.append("one of " + ", ".join(field["enum"]))
     least = _least(field)
     if least is not None and "maximum" in field:

@@ -49,8 +49,8 @@ properties:
     items: {type: string, maxLength: 131072}  # Linux takes no longer one
   env:
     description: >-
-      Environment variables. Those that ddpjob sets itself (rendezvous, ranks and every
-      DDPJOB_ name but DDPJOB_TRAINER_ SNAPSHOT_UPLOAD, EVENTS and TENSORBOARD) are refused.
+      Environment variables. Those that ddpjob sets (rendezvous, ranks and every DDPJOB_ name but
+      DDPJOB_TRAINER_ SNAPSHOT_UPLOAD, EVENTS and TENSORBOARD) are refused.
     type: array
     maxItems: 512
     items:
@@ -142,11 +142,12 @@ properties:
           type: string
           maxLength: 1024
   restartPolicy:
-    description: Of an init container Always, for a native sidecar; else refused when set.
+    description: >-
+      Only for an init container: Always makes it a native sidecar.
     type: string
     maxLength: 32
   restartPolicyRules:
-    description: Not supported; refused when set.
+    description: Not supported; refused.
     type: array
     maxItems: 32
     items:

@@ -85,8 +85,7 @@ x-kubernetes-validations:
       pod that lives on behind a lost node; set spec.snapshot or use Wait
 properties:
   replicas:
-    description: >-
-      Pods in the gang, 1 to 10000. They start, fail and restart together. Immutable.
+    description: Pods in the gang, 1 to 10000. Immutable.
     type: integer
     format: int32
     minimum: 1
@@ -96,9 +95,8 @@ properties:
         message: "spec.replicas is immutable: create a new DDPJob"
   standby:
     description: >-
-      Standby pods beyond replicas, 0 to 64: when a pod other than replica 0's is lost, one of them
-      takes its place at once, and the new pod becomes the next standby. They are made once the gang
-      runs, and nothing waits for them. They hold a pod's resources. Needs our
+      Standby pods beyond replicas, 0 to 64. When a pod other than replica 0's is lost, one takes
+      its place at once, and the new pod becomes a standby. They hold a pod's resources. Needs our
       launcher, inPlace and replaceSeconds. Immutable.
     type: integer
     format: int32
@@ -110,8 +108,8 @@ properties:
         message: "spec.standby is immutable: create a new DDPJob"
   standbyPriorityClassName:
     description: >-
-      PriorityClass of the pods that stand by, in place of the template's, so that other work may
-      preempt them. A pod keeps its class when it takes a lost one's place. Immutable.
+      PriorityClass of the standby pods, in place of the template's, so that other work may
+      preempt them. A standby that serves keeps it. Immutable.
     type: string
     maxLength: 253
     pattern: ^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$
@@ -134,34 +132,34 @@ properties:
     properties:
       gang:
         description: >-
-          Whether all pods of an attempt are placed at once or none, by a PodGroup of Kubernetes
-          (1.36 and later, with feature gates). Auto: where the API server has it, else pods are
-          placed one by one, and released where not all find room. Native: the job waits for it.
-          None: pods are placed one by one.
+          Whether a PodGroup of Kubernetes (1.36 and later, with feature gates) places all pods of
+          an attempt at once or none. Auto: where the API server has it; else pods are placed one
+          by one, and released if not all find room. Native: the job waits for it. None: one by
+          one.
         type: string
         enum: [Auto, Native, None]
         default: Auto
       topologyKey:
         description: >-
-          Label of nodes, for example topology.kubernetes.io/rack: all pods go to nodes that have
-          the same value of it. Needs a PodGroup, so Auto waits for it as Native does.
+          Label of nodes, for example topology.kubernetes.io/rack: all pods go to nodes with the
+          same value. Needs a PodGroup, also with Auto.
         type: string
         maxLength: 317
         pattern: ^(([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?$
         default: ""
       priorityClassName:
         description: >-
-          PriorityClass of the pods and of their PodGroup, in place of
-          spec.template.spec.priorityClassName.
+          PriorityClass of the pods and their PodGroup, in place of the template's
+          priorityClassName.
         type: string
         maxLength: 253
         pattern: ^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$
         default: ""
   nprocPerNode:
     description: >-
-      Training processes per pod: a number from 1 to 64, or "auto": the limit nvidia.com/gpu
-      (or amd.com/gpu, gpu.intel.com/xe, gpu.intel.com/i915) of the trainer container, else 1. MIG
-      slices and ResourceClaims are not counted. Immutable.
+      Training processes per pod: 1 to 64, or "auto": the limit nvidia.com/gpu (or amd.com/gpu,
+      gpu.intel.com/xe, gpu.intel.com/i915) of the trainer container, else 1. MIG slices and
+      ResourceClaims are not counted. Immutable.
     x-kubernetes-int-or-string: true
     default: auto
     x-kubernetes-validations:
@@ -174,8 +172,8 @@ properties:
     {{- include "ddpjob.crd.template" . | nindent 4 }}
   port:
     description: >-
-      Port of the rendezvous on replica 0 (MASTER_PORT), 1024 to 65535. Immutable. With hostNetwork
-      the default means a port from 20000 to 24999, drawn again for each attempt.
+      Port of the rendezvous on replica 0 (MASTER_PORT), 1024 to 65535. With hostNetwork the
+      default means a port from 20000 to 24999, drawn again for each attempt. Immutable.
     type: integer
     format: int32
     minimum: 1024
@@ -187,11 +185,11 @@ properties:
   suspend:
     description: >-
       true removes the pods and keeps the job; false starts a new attempt from the newest
-      snapshot. It counts against no budget.
+      snapshot. Costs no restart.
     type: boolean
     default: false
   restart:
-    description: When and how often the gang comes back.
+    description: When and how often the gang restarts.
     type: object
     default: {}
     x-kubernetes-validations:
@@ -210,9 +208,9 @@ properties:
     properties:
       maxRestarts:
         description: >-
-          Exactly so many restarts are allowed for failures of the program; the next failure
-          ends the job. Progress heals the budget (a newer committed snapshot, or a newer file at
-          progressPath), and so do healAfterSeconds without a failure. 0 means none.
+          Restarts allowed for failures of the program; the next failure ends the job. Progress (a
+          newer committed snapshot, or a newer file at progressPath) and healAfterSeconds without
+          a failure reset the count. 0 means none.
         type: integer
         format: int32
         minimum: 0
@@ -220,8 +218,8 @@ properties:
         default: 3
       maxDisruptions:
         description: >-
-          So many restarts are allowed for causes outside the program (eviction, preemption,
-          drain, lost node), which maxRestarts does not count. It heals as maxRestarts does.
+          Restarts allowed for causes outside the program (eviction, preemption, drain, lost
+          node). Reset as maxRestarts is.
         type: integer
         format: int32
         minimum: 0
@@ -229,9 +227,9 @@ properties:
         default: 100
       backoff:
         description: >-
-          Delay between restarts. The first restart is immediate; then initialSeconds,
-          doubling up to maxSeconds. An attempt that fails before it reports a step waits 300 s,
-          not initialSeconds, before the second.
+          Delay between restarts. The first restart is immediate, then initialSeconds, doubling up
+          to maxSeconds. An attempt that fails before it reports a step waits 300 s, not
+          initialSeconds, before the second.
         type: object
         # Written out: rules are checked against this value before nested defaults are set.
         default: {initialSeconds: 1, maxSeconds: 300}
@@ -256,9 +254,9 @@ properties:
             default: 300
       inPlace:
         description: >-
-          Restart in place: when a process fails, all of the gang are restarted and the pods kept. Needs our launcher (ddpjob-trainer run); other programs restart with their
-          pods. Charged to no budget; off when maxRestarts is 0. A change holds from the next
-          attempt on.
+          Restart in place: when a process fails, all processes of the gang restart and the pods
+          stay. Needs our launcher (ddpjob-trainer run). Costs no restart; off when maxRestarts is
+          0. A change holds from the next attempt on.
         type: object
         default: {}
         properties:
@@ -268,9 +266,8 @@ properties:
             default: true
           maxWithoutProgress:
             description: >-
-              So many restarts in place in a row are made without progress; the next failure
-              ends the attempt, and the pods are replaced or the job fails. Progress is what
-              heals maxRestarts.
+              Restarts in place allowed in a row without progress; the next failure ends the
+              attempt. Progress is what resets maxRestarts.
             type: integer
             format: int32
             minimum: 1
@@ -278,18 +275,17 @@ properties:
             default: 3
           drill:
             description: >-
-              Whether a run with snapshots is restarted in place early, as planned, to check that
-              it resumes bit for bit: after its first snapshot, and after the first one that holds
-              an epoch's end. Free of charge. Auto leaves it out where the start took longer than
-              a minute.
+              Whether a run with snapshots is restarted in place early, after its first snapshot
+              and after the first that holds an epoch's end, to check that it resumes bit for bit.
+              Costs no restart. Auto leaves it out if the start took longer than a minute.
             type: string
             enum: [Auto, Always, Never]
             default: Auto
       replaceSeconds:
         description: >-
-          When a pod is lost, the others keep their pods and wait so many seconds while it is
-          replaced; then all pods restart. Needs our launcher and inPlace. 0
-          means that all pods restart at once. Pods that run wait as long as it was when they were made.
+          When a pod is lost, the others keep their pods and wait this long for its replacement;
+          then all pods restart. 0: all pods restart at once. Needs our launcher and inPlace. A
+          change holds for later pods.
         type: integer
         format: int32
         minimum: 0
@@ -297,9 +293,9 @@ properties:
         default: 300
       healAfterSeconds:
         description: >-
-          So many seconds without a failure, of a process either, reset maxRestarts,
-          maxDisruptions and maxWithoutProgress: for programs whose checkpoints the operator
-          cannot see. 0 means never by time.
+          Seconds without a failure, of a process either, that reset maxRestarts, maxDisruptions
+          and maxWithoutProgress: for programs whose checkpoints the operator cannot see. 0: never
+          by time.
         type: integer
         format: int32
         minimum: 0
@@ -307,10 +303,10 @@ properties:
         default: 3600
       progressPath:
         description: >-
-          File or directory in the trainer container that the program writes as it advances, such as
-          its checkpoints; * in the last part matches any characters. A newer time of modification,
-          in a directory of any file down to three levels, is progress: leave out what every start
-          writes, such as logs. Replica 0's launcher reads it. A change holds for later pods.
+          File or directory in the trainer container that the program writes as it advances, such
+          as its checkpoints; * in the last part matches any characters. A newer time of
+          modification, in a directory of any file down to three levels, is progress: leave out
+          what every start writes, such as logs. A change holds for later pods.
         type: string
         minLength: 2
         maxLength: 512
@@ -331,7 +327,7 @@ properties:
         description: >-
           Arguments with which a program resumes its checkpoint, in every start but the job's
           first: for example ["--resume", "{newest}"], where {newest} is the newest match of
-          resumeWhen, the same for all pods. A change holds for later pods.
+          resumeWhen. A change holds for later pods.
         type: array
         maxItems: 32
         x-kubernetes-list-type: atomic
@@ -344,10 +340,10 @@ properties:
               spec.restart.resumeArgs must not contain "$": nothing is put in its place
       resumeWhen:
         description: >-
-          Checkpoints of the program, as a glob: files or directories that are not empty, below the
-          working directory or absolute, on a volume that outlives the pod, for example
-          checkpoints/*.pt. Where nothing matches, the program begins again without resumeArgs.
-          Without it resumeArgs need no checkpoint.
+          Glob of the program's checkpoints: files or non-empty directories, below the working
+          directory or absolute, on a volume that outlives the pod, for example checkpoints/*.pt.
+          Without a match the program starts without resumeArgs. Unset: resumeArgs need no
+          checkpoint.
         type: string
         minLength: 1
         maxLength: 512
@@ -383,9 +379,9 @@ properties:
                 maximum: 255
             reasons:
               description: >-
-                Reasons as Kubernetes gives them: of the container's end (OOMKilled, Error,
-                StartError), of the pod (Evicted, NodeLost) or of its DisruptionTarget
-                condition (PreemptionByScheduler, EvictionByEvictionAPI).
+                Reasons of Kubernetes: of the container's end (OOMKilled, Error, StartError), of
+                the pod (Evicted, NodeLost) or of its DisruptionTarget condition
+                (PreemptionByScheduler, EvictionByEvictionAPI).
               type: array
               minItems: 1
               maxItems: 64
@@ -402,9 +398,7 @@ properties:
               type: string
               enum: [Restart, RestartFree, Fail]
   snapshot:
-    description: >-
-      Where training state is kept, so that a restarted gang continues instead of starting
-      again. Without it a restart begins at step 0. Immutable.
+    description: Where training state is kept. Without it a restart begins at step 0. Immutable.
     type: object
     required: [path, volume]
     x-kubernetes-validations:
@@ -442,9 +436,8 @@ properties:
         maxLength: 512
       volume:
         description: >-
-          Volume of any type, written as in a pod but without a name; all replicas must see
-          the same files, so usually a ReadWriteMany persistentVolumeClaim. Exactly one type, of at
-          most 16 KiB as JSON.
+          Volume of one type, written as in a pod but without a name, at most 16 KiB as JSON. All
+          replicas must see the same files: usually a ReadWriteMany persistentVolumeClaim.
         type: object
         minProperties: 1
         maxProperties: 1
@@ -474,15 +467,15 @@ properties:
             type: object
             x-kubernetes-preserve-unknown-fields: true
           hostPath:
-            description: A directory of the node, which must be the same files on all nodes.
+            description: A directory of the node; all nodes must have the same files there.
             type: object
             x-kubernetes-preserve-unknown-fields: true
           ephemeral:
-            description: A claim of each pod's own, which is lost with the pod.
+            description: A claim for each pod, which is lost with the pod.
             type: object
             x-kubernetes-preserve-unknown-fields: true
           emptyDir:
-            description: A directory of each pod's own, which is lost with the pod.
+            description: A directory for each pod, which is lost with the pod.
             type: object
             x-kubernetes-preserve-unknown-fields: true
           {{- range list "awsElasticBlockStore" "azureDisk" "azureFile" "cephfs" "cinder" "configMap"
@@ -496,7 +489,8 @@ properties:
           {{- end }}
       everySteps:
         description: >-
-          Steps between snapshots, or Auto: as few as pause training for under 1 % of the time.
+          Steps between snapshots, or Auto: as many snapshots as pause training for under 1 % of
+          the time.
         x-kubernetes-int-or-string: true
         default: Auto
         x-kubernetes-validations:
@@ -504,8 +498,8 @@ properties:
             message: spec.snapshot.everySteps must be Auto or a number from 1 to 1000000000
       keep:
         description: >-
-          Newest snapshots to keep (DDPJOB_SNAPSHOT_KEEP), at least two. Only those count that
-          another rank has read back. The newest two of each earlier job stay, too.
+          Newest snapshots to keep (DDPJOB_SNAPSHOT_KEEP), at least two, counting only those that
+          another rank has read back. The newest two of each earlier job stay too.
         type: integer
         format: int32
         minimum: 1
@@ -513,15 +507,16 @@ properties:
         default: 3
       resume:
         description: >-
-          Auto continues from the newest valid snapshot under the path. Never makes a new
-          DDPJob start at step 0 even when there are snapshots of an earlier one.
+          Auto continues from the newest valid snapshot under the path. Never starts a new DDPJob
+          at step 0.
         type: string
         enum: [Auto, Never]
         default: Auto
   hang:
     description: >-
       Time without progress after which our launcher ends a process (exit code 76) and a restart
-      follows. Most need our library. A change holds for later pods.
+      follows. All but outputSeconds need our library or an adapter. A change holds for later
+      pods.
     type: object
     default: {}
     properties:
@@ -554,10 +549,9 @@ properties:
         maximum: 2592000
   output:
     description: >-
-      How the program prints its numbers: regular expressions of Python with one group, the number,
-      for lines of rank 0. They are shown where our library reports none, and decide nothing. Else
-      usual forms are read, such as progress bars. Needs our launcher. A change holds for later
-      pods.
+      How the program prints its numbers: Python regular expressions with one group, the number,
+      for lines of rank 0. Shown where our library reports none; they decide nothing. Usual forms,
+      such as progress bars, are read without. Needs our launcher. A change holds for later pods.
     type: object
     properties:
       step:
@@ -577,7 +571,8 @@ properties:
         maxLength: 256
       metrics:
         description: >-
-          Further numbers by name, such as accuracy; a name has at most 40 letters, digits and _./@-.
+          Further numbers by name, such as accuracy; a name has at most 40 letters, digits and
+          _./@-.
         type: object
         maxProperties: 16
         additionalProperties:
@@ -585,7 +580,8 @@ properties:
           minLength: 1
           maxLength: 256
       forms:
-        description: "Never: only these expressions are read, not the usual forms."
+        description: >-
+          Never: only these expressions are read.
         type: string
         enum: [Auto, Never]
   nodeLost:
@@ -595,17 +591,17 @@ properties:
     properties:
       policy:
         description: >-
-          Wait: the gang restarts once the node or an administrator has confirmed that the
-          pod is gone. Fence: the pod is deleted by force after afterSeconds; a process that
-          lives on is shut out of the snapshots. Fence needs spec.snapshot and does not
-          protect files that a script writes itself.
+          Wait: the gang restarts once the node or an administrator has confirmed that the pod is
+          gone. Fence: the pod is deleted by force after afterSeconds; a process that still runs
+          can write no valid snapshot. Fence needs spec.snapshot and does not protect files that a
+          script writes itself.
         type: string
         enum: [Wait, Fence]
         default: Wait
       afterSeconds:
         description: >-
-          Seconds that a node may be not Ready before Fence acts. Kubernetes itself needs
-          about 50 s to notice a dead node.
+          Seconds that a node may be not Ready before Fence acts. Kubernetes needs about 50 s to
+          notice a dead node.
         type: integer
         format: int32
         minimum: 1
@@ -613,8 +609,8 @@ properties:
         default: 30
   startupDeadlineSeconds:
     description: >-
-      Seconds from the first pod's creation to a node for each, and from then on to all replicas
-      running. Past it everything is released and retried; charged unless the job waited for
+      Seconds from the first pod's creation until each has a node, and from then until all
+      replicas run. Past it everything is released and retried; charged unless the job waited for
       capacity, quota or a node that is not ready, or the cluster refused a pod.
     type: integer
     format: int32
@@ -623,24 +619,23 @@ properties:
     default: 600
   activeDeadlineSeconds:
     description: >-
-      Seconds that the job may be active, restarts included, before it fails. No limit when
-      left out.
+      Seconds that the job may be active, restarts included, before it fails. Unset: no limit.
     type: integer
     format: int64
     minimum: 1
     maximum: 3153600000
   ttlSecondsAfterFinished:
     description: >-
-      Seconds after the end at which the DDPJob is deleted with all that belongs to it. 0
-      means at once; kept when left out.
+      Seconds after the end until the DDPJob and all that belongs to it are deleted. 0: at once.
+      Unset: it stays.
     type: integer
     format: int32
     minimum: 0
     maximum: 2147483647
   cleanPodPolicy:
     description: >-
-      What happens to pods when the job ends: Running removes those that still run, All
-      removes finished ones too (their logs go with them). Immutable.
+      Pods removed when the job ends. Running: those that still run. All: finished ones too, with
+      their logs. Immutable.
     type: string
     enum: [Running, All]
     default: Running
@@ -654,8 +649,8 @@ properties:
     properties:
       port:
         description: >-
-          Port in every pod, 1024 to 65535, other than spec.port. Immutable. With hostNetwork the
-          default means a port from 25000 to 29999, drawn by each replica for each attempt.
+          Port in every pod, 1024 to 65535, other than spec.port. With hostNetwork the default
+          means a port from 25000 to 29999, drawn by each replica for each attempt. Immutable.
         type: integer
         format: int32
         minimum: 1024
@@ -671,9 +666,9 @@ properties:
     properties:
       enabled:
         description: >-
-          Whether the operator creates a NetworkPolicy that lets only members of the gang
-          reach each other's ports, and everyone (or the clients that the operator's --metrics-from
-          names) the metrics port and ports that the template declares, but for spec.port. Immutable.
+          Whether a NetworkPolicy lets only members of the gang reach each other's ports, and
+          everyone (or the clients of the operator's --metrics-from) the metrics port and ports
+          that the template declares, but for spec.port. Immutable.
         type: boolean
         default: true
         x-kubernetes-validations:

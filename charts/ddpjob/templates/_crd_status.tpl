@@ -12,13 +12,11 @@ properties:
     type: integer
     format: int32
   replica:
-    description: >-
-      Replica (pod) that failed first, by the number in the pod's name: 0 to replicas-1, or more of
-      a pod that stood by at first.
+    description: Replica that failed first, by the number in the pod's name.
     type: integer
     format: int32
   rank:
-    description: Rank (process) that failed first, when it is known.
+    description: Rank that failed first, if known.
     type: integer
     format: int32
   pod:
@@ -31,20 +29,20 @@ properties:
     maxLength: 4096
   class:
     description: >-
-      Kind of failure. Permanent, Diverged and Invalid end the job; Hardware (a GPU failed),
-      Infrastructure and Disruption are not charged to restart.maxRestarts.
+      Kind of failure. Permanent, Diverged and Invalid end the job; Hardware, Infrastructure and
+      Disruption are not charged to maxRestarts.
     type: string
     enum: [Permanent, Hardware, Diverged, OOM, Hang, Killed, User, Infrastructure, Disruption, Startup, Deadline, Invalid]
   reason:
-    description: Short cause in CamelCase, for example Error, OOMKilled, Evicted, PodDeleted.
+    description: Short cause, for example Error, OOMKilled, Evicted, PodDeleted.
     type: string
     maxLength: 4096
   chargedTo:
-    description: The budget of spec.restart that it was charged to. Absent if to none.
+    description: Budget that it was charged to.
     type: string
     enum: [maxRestarts, maxDisruptions]
   charge:
-    description: How much of that budget was used up with it.
+    description: How much of that budget was then used up.
     type: integer
     format: int32
   exitCode:
@@ -57,8 +55,8 @@ properties:
     format: int32
   message:
     description: >-
-      What the trainer reported: the exception and the last lines of its log, shortened. It
-      is text from the container and is not checked.
+      What the trainer reported: the exception and the last lines of its log, shortened. Unchecked
+      text from the container.
     type: string
     maxLength: 4096
   detectedAt:
@@ -67,20 +65,20 @@ properties:
     format: date-time
   inPlace:
     description: >-
-      true: it ended only a round, the processes were restarted in place and the pods kept. Left
-      out: it ended the attempt.
+      true: it ended only a round, and processes restarted in place.
     type: boolean
   replaced:
-    description: "true: only lost pods were replaced, and the other pods waited for them."
+    description: >-
+      true: only lost pods were replaced.
     type: boolean
   step:
-    description: Steps that the process had finished, when it is known.
+    description: Steps that the process had finished, if known.
     type: integer
     format: int64
   exception:
     description: >-
       What ended it, in one line: the exception, the kubelet's message, the last line of an init
-      container. Text from the container, not checked.
+      container. Unchecked text from the container.
     type: string
     maxLength: 4096
 {{- end }}
@@ -105,14 +103,14 @@ properties:
     enum: [Pending, Starting, Running, Restarting, Suspended, Succeeded, Failed]
   reason:
     description: >-
-      The reason of a true condition Failed, Invalid or Stalled, or of the failure after which
-      pods restart. Absent when nothing is wrong.
+      Reason of a true condition Failed, Invalid or Stalled, or of the failure after which pods
+      restart.
     type: string
     maxLength: 1024
   message:
     description: >-
-      The same in a few words: the exception of the failure, or the beginning and the end of the
-      condition's message.
+      The same in a few words: the exception, or the beginning and the end of the condition's
+      message.
     type: string
     maxLength: 4096
   stalled:
@@ -130,10 +128,10 @@ properties:
   conditions:
     description: >-
       Ready (true while the phase is Running or Succeeded), Running, Complete, Failed, Suspended,
-      Stalled (something outside delays it, such as QuotaExceeded; or it has failed),
-      Invalid (no pod can be created from the spec; the message names the field),
-      ResumeProven (steps repeated after a restart in place were equal bit for bit, or not) and
-      Unsupported (this version ignores a field that is set).
+      Stalled (something outside delays it, such as QuotaExceeded; or it has failed), Invalid (no
+      pod can be created from the spec), ResumeProven (whether steps repeated after a restart in
+      place were equal bit for bit), Straggling, Silent, Apart and Unsupported (this version
+      ignores a field that is set).
     type: array
     maxItems: 32
     x-kubernetes-list-type: map
@@ -171,8 +169,8 @@ properties:
           minimum: 0
   attempt:
     description: >-
-      Number of the current incarnation of the gang's pods, from 1. Every creation of pods (start,
-      restart, resume, replacement) takes a new one.
+      Number of the current attempt, from 1. Every creation of pods (start, restart, resume,
+      replacement) takes a new one.
     type: integer
     format: int32
     minimum: 0
@@ -235,14 +233,11 @@ properties:
         type: integer
         format: int32
       charged:
-        description: >-
-          Restarts charged to restart.maxRestarts since it last healed.
+        description: Restarts charged to maxRestarts since it was last reset.
         type: integer
         format: int32
       inPlace:
-        description: >-
-          Restarts in place, of all attempts: processes were restarted and the pods kept. They are
-          charged to no budget. Shown within the operator's progressSeconds (15).
+        description: Restarts in place, of all attempts.
         type: integer
         format: int32
       round:
@@ -252,19 +247,16 @@ properties:
         type: integer
         format: int32
       disruptions:
-        description: >-
-          Restarts for causes outside the program since the budget last healed; maxDisruptions
-          bounds them.
+        description: Restarts counted against maxDisruptions since it was last reset.
         type: integer
         format: int32
       consecutive:
-        description: Restarts in a row without progress; drives the backoff.
+        description: Restarts in a row without progress.
         type: integer
         format: int32
       released:
         description: >-
-          Tries in a row that were released before all replicas ran. Charged to no budget; drives
-          the delay before the next try.
+          Tries in a row that were released before all replicas ran. They cost no restart.
         type: integer
         format: int32
       snapshotStep:
@@ -288,7 +280,7 @@ properties:
         type: integer
         format: int32
       active:
-        description: Pods that exist and have not ended; of a suspended job those that are still ending.
+        description: Pods that exist and have not ended.
         type: integer
         format: int32
       ready:
@@ -304,15 +296,11 @@ properties:
         type: integer
         format: int32
   succeededReplicas:
-    description: >-
-      Replicas of the current attempt that succeeded, as ranges, for example "0-2,5". Kept so
-      that a finished pod that is removed later does not count as lost.
+    description: Replicas of the current attempt that succeeded, as ranges, for example "0-2,5".
     type: string
     maxLength: 32768
   progress:
-    description: >-
-      What the trainer of replica 0 said last. Absent for programs that do not use our
-      launcher.
+    description: What replica 0's trainer reported last. Absent without our launcher.
     type: object
     properties:
       step:
@@ -325,26 +313,26 @@ properties:
         format: int64
       stepOfTotal:
         description: >-
-          Both in one, for example "458/100000"; the step alone where the total is unknown. For a
-          program that reports no steps, what it has printed.
+          Both, for example "458/100000"; the step alone where the total is unknown. For a program
+          that reports no steps, what it has printed.
         type: string
         maxLength: 64
       metrics:
-        description: Numbers of the program's own, of run.log() or spec.output, at most 8.
+        description: Numbers that the program gave run.log() or prints (spec.output), at most 8.
         type: object
         maxProperties: 8
         additionalProperties:
           type: number
       printedStep:
-        description: The step that a program without our library has printed; see spec.output.
+        description: Step that a program without our library has printed; see spec.output.
         type: integer
         format: int64
       printedTotalSteps:
-        description: Steps at which training ends, as the program has printed it.
+        description: Steps at which training ends, as printed.
         type: integer
         format: int64
       loss:
-        description: Mean loss of that step over all processes. Absent when it is not a finite number.
+        description: Mean loss of that step over all processes, if finite.
         type: number
       samplesPerSecond:
         description: Samples per second of the whole gang.
@@ -354,8 +342,8 @@ properties:
         type: number
       snapshotStep:
         description: >-
-          Step of the newest snapshot that another rank has read back; with an object store and a
-          volume that ends with the pod, that was uploaded.
+          Step of the newest snapshot that another rank has read back; if only an object store
+          outlives the pod, that was uploaded.
         type: integer
         format: int64
       snapshotEvery:
@@ -369,8 +357,8 @@ properties:
         format: date-time
       resumed:
         description: >-
-          Whose snapshot training began from, where it is another DDPJob's or was made by another
-          script or other arguments.
+          Whose snapshot training began from, if another DDPJob's or made by another script or
+          arguments.
         type: string
         maxLength: 4096
       updatedAt:
@@ -382,7 +370,7 @@ properties:
     {{- include "ddpjob.crd.failure" . | nindent 4 }}
   failures:
     description: >-
-      The last failures, oldest first, at most 10: what ended an attempt or, with inPlace, a round.
+      The last 10 failures, oldest first: what ended an attempt or, with inPlace, a round.
     type: array
     maxItems: 10
     x-kubernetes-list-type: atomic
@@ -391,9 +379,7 @@ properties:
   avoidedNodes:
     description: >-
       Nodes on which a GPU failed or a container could not start, or which were about to go, the
-      newest last. New pods avoid them, until a gang finds no room elsewhere within
-      startupDeadlineSeconds, or a replacement within restart.replaceSeconds, or the job is
-      suspended and resumed.
+      newest last. New pods avoid them until no other node has room or the job is resumed.
     type: array
     maxItems: 16
     x-kubernetes-list-type: set
@@ -402,8 +388,7 @@ properties:
       maxLength: 253
   handedOver:
     description: >-
-      Nodes that were about to go, each with the signal, the newest last. Each has one try. Empty
-      after each resume.
+      Nodes that were about to go, each with the signal. Each has one try. Empty after a resume.
     type: array
     maxItems: 32
     x-kubernetes-list-type: atomic
@@ -411,13 +396,10 @@ properties:
       type: string
       maxLength: 640
   goodput:
-    description: >-
-      Productive share of the time in which the job had its pods, 0 to 1: of all podSeconds but
-      those of waiting.
+    description: Productive share, 0 to 1, of all podSeconds but waiting.
     type: number
   eta:
-    description: >-
-      Estimate of the end of training, from the present rate and the cost of failures so far.
+    description: Estimated end of training, from the present rate and the cost of failures so far.
     type: object
     properties:
       at:
@@ -425,13 +407,13 @@ properties:
         type: string
         format: date-time
       remaining:
-        description: Time until then, for example "1h20m", from the last write of the status.
+        description: Time until then, for example "1h20m".
         type: string
         maxLength: 32
   ledger:
     description: >-
-      Where the time of the job's pods went, as sums in pod-seconds from since to until. The time
-      in which it was suspended, without pods, is not in them.
+      Where the time of the job's pods went, in pod-seconds from since to until. Time suspended,
+      without pods, does not count.
     type: object
     properties:
       since:
@@ -439,20 +421,20 @@ properties:
         type: string
         format: date-time
       until:
-        description: What came later is not in it yet, UTC.
+        description: When it was last updated, UTC.
         type: string
         format: date-time
       podSeconds:
         description: >-
           By state: productive, repeated (steps done again), data (waiting for input), snapshot,
-          warmup (processes, up to the end of their first step), recovering (after a failure),
-          held (while another pod is replaced), starting (image, volumes, containers), waiting
-          (for a node or a quota), idle (after its own end, or as standby), unknown.
+          warmup (up to the first step), recovering (after a failure), held (while another pod is
+          replaced), starting (image, volumes, containers), waiting (for a node or a quota), idle
+          (after its end, or standby), unknown.
         type: object
         additionalProperties: {type: number}
         maxProperties: 32
       recovering:
-        description: Those of recovering, by the class of the failure; Drill is a planned round.
+        description: Those of recovering, by class of the failure; Drill is a planned round.
         type: object
         additionalProperties: {type: number}
         maxProperties: 32
@@ -487,8 +469,8 @@ properties:
         format: date-time
       placedAt:
         description: >-
-          When a pod of the attempt's PodGroup was first seen on a node; the startup deadline counts
-          from here.
+          When a pod of the attempt's PodGroup was first seen on a node; the startup deadline
+          counts from here.
         type: string
         format: date-time
       runningAt:
@@ -496,7 +478,7 @@ properties:
         type: string
         format: date-time
       lastRoundAt:
-        description: When the operator last heard of a restart in place of the current attempt.
+        description: When the operator last saw a restart in place of this attempt.
         type: string
         format: date-time
       nextRestartAt:
@@ -505,8 +487,8 @@ properties:
         format: date-time
       replacingSince:
         description: >-
-          When the first pod was lost of those that are being replaced now. All pods restart
-          restart.replaceSeconds later.
+          When the first pod now being replaced was lost. All pods restart restart.replaceSeconds
+          later.
         type: string
         format: date-time
       completedAt:
@@ -514,14 +496,12 @@ properties:
         type: string
         format: date-time
       lastRecoverySeconds:
-        description: >-
-          Seconds of the last outage, from the last known step (with an exit code, from the
-          operator's decision) to all replicas running.
+        description: Seconds of the last outage, from the last known step to all replicas running.
         type: number
   operator:
     description: >-
-      The operator that acts on the job, and another one, of another release, that asks whether it
-      lives (condition Stalled, reason OtherOperator).
+      The operator that acts on the job, and another release that asks whether it lives (condition
+      Stalled, reason OtherOperator).
     type: object
     properties:
       lease:

@@ -4,11 +4,10 @@ everything else of a pod is kept as written and checked by the API server at the
 */}}
 {{- define "ddpjob.crd.template" -}}
 description: >-
-  Pod template of every replica, kept as written; every field of a Kubernetes PodTemplateSpec
-  may be used. The container named "trainer" trains, or the only one, whatever its name; the
-  others are sidecars, which do not decide whether a replica succeeded. It may change only while the job
-  is suspended. As JSON it may have 128 KiB, in at most 50 levels: a longer one shows as condition
-  Invalid.
+  Pod template of every replica, with every field of a Kubernetes PodTemplateSpec. The container
+  named "trainer", or the only one, trains; the others are sidecars, which do not decide whether a
+  replica succeeded. It may change only while the job is suspended. As JSON at most 128 KiB and 50
+  levels; a longer one shows as condition Invalid.
 type: object
 required: [spec]
 properties:
@@ -44,9 +43,8 @@ properties:
         maxLength: 64
   spec:
     description: >-
-      Pod spec. ddpjob looks at the fields below; Kubernetes checks the others at the first
-      pod. A field that Kubernetes does
-      not know shows as condition Invalid.
+      Pod spec. ddpjob reads the fields below; Kubernetes checks the others at the first pod: an
+      unknown one shows as condition Invalid.
     type: object
     required: [containers]
     x-kubernetes-preserve-unknown-fields: true
@@ -89,9 +87,9 @@ properties:
           {{- include "ddpjob.crd.container" (dict "kind" "container") | nindent 10 }}
       initContainers:
         description: >-
-          Containers that run to their end before the others start. One with restartPolicy
-          Always is a native sidecar: it runs beside the trainer and ends with the pod. All of
-          them have the rendezvous variables.
+          Containers that end before the others start. With restartPolicy Always it is a native
+          sidecar: it runs beside the trainer and ends with the pod. All have the rendezvous
+          variables.
         type: array
         maxItems: 32
         x-kubernetes-list-type: map
@@ -127,8 +125,8 @@ properties:
         maxLength: 32
       terminationGracePeriodSeconds:
         description: >-
-          Seconds between SIGTERM and SIGKILL, at least 1; 30 when left out. The trainer saves a
-          snapshot in them.
+          Seconds between SIGTERM and SIGKILL, in which the trainer saves a snapshot; 30 when left
+          out.
         type: integer
         format: int64
         minimum: 0
