@@ -193,7 +193,6 @@ manifests: setup ## what is made from other files: manifests/, docs/reference/ap
 	@$(BIN)/python docs/guides/ladder.py
 	@$(BIN)/python docs/llms.py
 	@$(BIN)/python studies/pictures.py
-	@PYTHONPATH=tests $(BIN)/python -m support.faults
 
 .PHONY: lock
 lock: ## pin dev/requirements/*.in again (ARGS=--upgrade: at the newest allowed versions)

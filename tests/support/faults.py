@@ -1,7 +1,6 @@
 """The fault matrix: what can go wrong, what must follow, and which tests show it.
 
-docs/internals/fault-matrix.md holds the rows; a test says `@pytest.mark.fault("O1")`, and from such
-marks `make manifests` writes the last column.
+docs/internals/fault-matrix.md holds the rows; a test says `@pytest.mark.fault("O1")`.
 """
 
 from __future__ import annotations
@@ -16,34 +15,18 @@ from support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/internals/fault-matrix.md"
-_ROW = re.compile(r"^(\| ([A-Z]\d+) \| [^|]+ \| [^|]+ \|).*$", re.MULTILINE)
+_ROW = re.compile(r"^\| ([A-Z]\d+) \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
 _BEYOND = re.compile(r"^- ([A-Z]\d+): .+$", re.MULTILINE)
 
 
 def names() -> list[str]:
     """Every row's."""
-    return [row[1] for row in _ROW.findall(PAGE.read_text())]
+    return _ROW.findall(PAGE.read_text())
 
 
 def beyond_the_gate() -> set[str]:
     """Rows that no test of the gate shows; the page has the reasons."""
     return set(_BEYOND.findall(PAGE.read_text()))
-
-
-def page() -> str:
-    """Return docs/internals/fault-matrix.md with the tests that the marks of now name."""
-    marks = dict(marked())
-
-    def row(found: re.Match[str]) -> str:
-        shown: dict[str, list[str]] = {}
-        for function, mark in marks.items():
-            if found[2] in mark.rows:
-                path, _, test = function.partition("::")
-                kind = f"{Path(path).parts[1]}: "
-                shown.setdefault(kind, []).append(f"`{Path(path).name}::{test}`")
-        return f"{found[1]} {'<br>'.join(k + '<br>'.join(t) for k, t in shown.items())} |"
-
-    return _ROW.sub(row, PAGE.read_text())
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +52,3 @@ def _rows(function: ast.FunctionDef) -> list[str]:
     faults = [call for call in calls if getattr(call.func, "attr", "") == "fault"]
     return [argument.value for call in faults for argument in call.args
             if isinstance(argument, ast.Constant)]  # fmt: skip
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import yaml
 
-from support import faults
 from support.cluster import ROOT
 from support.loaded import load
 from support.manifest import blocks, documented, pages
@@ -37,7 +36,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield reference.PAGE, reference.page()
     ladder = load(DOCS / "guides/ladder.py")
     yield ladder.PAGE, ladder.written(ladder.PAGE.read_text())
-    yield faults.PAGE, faults.page()
     llms = load(DOCS / "llms.py")
     yield llms.PAGE, llms.written()
 

@@ -112,14 +112,13 @@ class Snapshots(_Group):
     ``keep``: how many stay, at least 2 (default: DDPJOB_SNAPSHOT_KEEP, else 3).
     ``staging``: whether the state is copied between two steps (``inline``) or beside the next one
     (``thread``); ``auto``, the default, is inline on the CPU only.
-    ``upload``: a URL, as s3://bucket/job, to which finished snapshots are copied and from which a
-    fresh disk is filled (default: DDPJOB_TRAINER_SNAPSHOT_UPLOAD, else none).
-    ``hyperparameters``: whose a resume takes where the script builds optimizers and schedulers with
-    others, as another learning rate: the ``snapshot``'s (the default) or the ``script``'s, with
-    schedules where they are.
-    ``allow_changes``: what may differ from the newest snapshot, which is else refused, in a list or
-    with commas between: "global_batch", "data" (another dataset or order), "ema" (added or taken
-    away), "namespace" (of the job that made it). Default: nothing.
+    ``upload``: a URL, as s3://bucket/job: finished snapshots go there, and a fresh disk is filled
+    from it (default: DDPJOB_TRAINER_SNAPSHOT_UPLOAD, else none).
+    ``hyperparameters``: if the script's optimizers and schedulers have others now, such as another
+    learning rate, a resume takes the ``snapshot``'s (default) or the ``script``'s.
+    ``allow_changes``: what may differ from the newest snapshot (default: nothing), in a list or
+    with commas between: "global_batch", "data" (another dataset or order), "ema" (added or
+    removed), "namespace" (of the job that made it).
     """
 
     directory: str | os.PathLike[str] | None = _option(None, old="snapshot_dir")
@@ -140,8 +139,8 @@ class Logging(_Group):
     ``every``: steps between two lines of progress (default: 40 lines in the whole run).
     ``events``: file for one JSON object per step (default: DDPJOB_TRAINER_EVENTS, else none).
     ``tensorboard``: directory for TensorBoard (default: DDPJOB_TRAINER_TENSORBOARD, else none).
-    ``log``: a function of yours that is called as log(step, values), on another thread; what it
-    raises is printed once and ends nothing (default: none).
+    ``log``: your function, called as log(step, values) on another thread; what it raises is
+    printed once and ends nothing (default: none).
     """
 
     every: int | None = _option(None, least=1, old="log_every")

@@ -108,22 +108,20 @@ class Run:
     ) -> tuple[Any, Optimizers]:
         """Wrap the model in DistributedDataParallel and take charge of what it trains with.
 
-        Several models and several optimizers come in lists or, with names of yours, in dicts; so
-        they are returned. It may be called again for more. Every parameter that requires a
-        gradient must have an optimizer.
+        Give several models and optimizers in lists or dicts; they are returned so. It may be called
+        again for more. Every parameter that requires a gradient must have an optimizer.
 
-        ``scheduler``: one, or several in a list; each advances with its optimizer's updates
-        (``scheduler_every="step"``, the default), or in the commit() that ends an epoch
-        (``"epoch"``).
+        ``scheduler``: one, or a list; each advances with its optimizer's updates
+        (``scheduler_every="step"``, the default), or at the end of each epoch (``"epoch"``).
         ``clip_grad_norm`` bounds the 2-norm of all gradients that an update applies, together.
         ``grad_scaler`` replaces fp16's default one.
         ``ema``: decay of an exponential moving average of the parameters, as 0.999; see
         evaluate(ema=True). ``compile``: True, or a torch.compile backend's name.
         ``sync_batchnorm``: BatchNorm over all processes (CUDA only). ``comm_hook``: gradients
         travel as "bf16" or "fp16". The others are DistributedDataParallel's own.
-        ``before_update``: called with {name: parameter} of what an update is about to change, when
-        each ``.grad`` holds the mean over the global batch, unscaled and not yet clipped; it may
-        change them in place, on every rank alike. Random numbers that it draws are equal on all.
+        ``before_update``: called with {name: parameter} before an update, when each ``.grad`` holds
+        the mean over the global batch, unscaled and not yet clipped; it may change them in place,
+        on every rank alike. Random numbers that it draws are equal on all.
 
         Raises ConfigError, also for options that do not go together.
         """
@@ -146,8 +144,8 @@ class Run:
     def state(self, name: str = "state", /, **values: Any) -> Values:
         """Keep small values of the loop in the snapshots, as attributes: state.best, state.bad.
 
-        Numbers, strings, None and tuples of these, with what they begin with. As with register()
-        rank 0's count, and it is called before steps(). Raises ConfigError.
+        Numbers, strings, None and tuples of these, with their first values. Rank 0's are kept. Call
+        it before steps(). Raises ConfigError.
         """
         self.register(name, kept := Values(values))
         return kept
@@ -157,8 +155,8 @@ class Run:
 
         It has state_dict() and load_state_dict(), or is a generator of torch, of any device, numpy
         or random, or a dict of numbers, strings, tensors, lists, deques and dicts: a mean, say.
-        Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size.
-        It may be called before prepare(), which may be given what uses it. Raises ConfigError.
+        Rank 0's value is kept; with ``per_rank`` that of each rank, for the same world size. Raises
+        ConfigError.
         """
         if self._loop is not None:
             raise ConfigError(
@@ -194,7 +192,7 @@ class Run:
         the epoch to one. ``weights``: one per sample; an epoch draws as many samples as there are,
         with replacement. ``batched``: whether a stream of unknown type yields batches, not samples.
         ``generators``: of torch, numpy or random, or objects with reseed(seed), that samples draw
-        from and that are no attributes of the dataset, its transforms, their parts and classes.
+        from and that no attribute of the dataset or its transforms holds.
 
         Raises ConfigError for what cannot be read in this way.
         """
@@ -254,12 +252,11 @@ class Run:
     ) -> float | dict[str, float]:
         """Return the sum of ``metric(model, batch)`` over the dataset, shared among the ranks.
 
-        Every sample is seen exactly once; the ranks' shares may differ by one batch. A metric that
-        is a dict of numbers gives a dict of sums. ``reduce``: "mean" if the metric is a batch's
-        mean; the result is the mean over all samples then. ``collate``: default start()'s.
+        Every sample is seen exactly once. A metric that is a dict of numbers gives a dict of sums.
+        ``reduce``: "mean" if the metric is a batch's mean; the result is then the mean over all
+        samples. ``collate``: default start()'s.
         ``ema``: of the moving average, see prepare(ema=...). ``model``: which, of several.
-        ``workers``: processes per rank that make the batches, as in steps(); the result does not
-        depend on them. Every rank must call it.
+        ``workers``: processes per rank that make the batches. Every rank must call it.
 
         Raises ConfigError.
         """
@@ -303,8 +300,8 @@ class Run:
 
         ``values``: by name, numbers or tensors of one element, which are read when the step has
         ended. ``step``: finished steps; default: those when the present step has ended, so
-        ``step.index + 1`` within the loop. Rank 0's values count, so it may be called on all
-        ranks or on rank 0 only. ``reduce`` is refused, with its cure. Raises ConfigError.
+        ``step.index + 1`` within the loop. Rank 0's values count; others may call it or not.
+        ``reduce`` is refused, with its cure. Raises ConfigError.
         """
         if reduce is not None:
             raise ConfigError(
@@ -326,9 +323,9 @@ class Run:
     ) -> None:  # fmt: skip
         """Write the weights to a safetensors file, atomically; rank 0 does, at any time.
 
-        It holds the model's state_dict() (``ema``: the moving average's), with rank 0's buffers,
-        and can be given to start(resume=...). ``model``: which, of several; default: all, each
-        under its name. Other ranks may call it or not. Raises OSError.
+        It holds the model's state_dict() (``ema``: the moving average's), for start(resume=...).
+        ``model``: which, of several; default: all, each under its name. Other ranks may call
+        it or not. Raises OSError.
         """
         trained = self._ready("save()")
         file, ema = as_path("path", path), flag("ema", ema)
@@ -351,8 +348,8 @@ class Run:
         """Save the weights if this value is the best so far; return whether it is.
 
         ``value``: as evaluate() returns it, equal on all ranks, within the loop or after it.
-        ``mode``: "min" or "max". What is best so far is kept in the snapshots. See save(). Raises
-        ConfigError, OSError.
+        ``mode``: "min" or "max". The best so far is kept in the snapshots. Raises ConfigError,
+        OSError.
         """
         if self._loop is None:
             raise ConfigError("call keep_best() in the loop, or after it")
@@ -376,7 +373,7 @@ class Run:
     def state_sha256(self) -> str:
         """Hash all else that a snapshot holds: optimizer, scheduler, this rank's generators.
 
-        Every rank must call it: the state_dict() of what is registered may ask all of them.
+        Every rank must call it.
         """
         with self._together("run.state_sha256()"):
             return self._ready("state_sha256()").state.sha256(self.rank)

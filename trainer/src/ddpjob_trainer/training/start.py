@@ -78,29 +78,26 @@ def start(
     ``global_batch``: samples per step over all processes; the processes must divide it.
     ``level``: ``resume`` (equal bits after any restart at the same world size; the default on
     the CPU), ``elastic`` (equal bits at any world size) or ``off`` (the default on CUDA).
-    ``device``: ``cuda``, ``cpu``, or ``auto``: the GPU if the container was given one. A GPU that
-    cannot be used is an error, not a reason to train on the CPU.
-    ``shards``: level elastic cuts the global batch into so many equal parts, which the processes
-    share; at most so many processes can take part.
+    ``device``: ``cuda``, ``cpu``, or ``auto``: the GPU if the container has one. A GPU that
+    cannot be used is an error.
+    ``shards``: equal parts of the global batch at level elastic, which the processes share; the
+    most processes that can take part.
     ``micro_batches``: batches per step and process (level elastic: per step and shard); their
     gradients are accumulated.
-    ``tail``: what becomes of an epoch's incomplete last batch: ``drop``; ``pad``: filled up from
-    the epoch's start.
+    ``tail``: an epoch's incomplete last batch: ``drop`` it, or ``pad`` it from the epoch's start.
     ``precision``: of the model's forward: ``fp32``, ``bf16``, or ``fp16`` with a GradScaler.
-    ``nan_policy``: what a loss or gradient that is NaN or infinite does: ``stop`` the run with
-    exit code 70, ``skip`` the update on all ranks, or ``ignore``.
-    ``check_every``: steps between two checks that all ranks hold the same parameters (one comes
-    before each snapshot and after the last step, too); if not, the run stops with exit code 70.
-    0: never.
+    ``nan_policy``: at a loss or gradient that is NaN or infinite ``stop`` the run with exit code
+    70, ``skip`` the update on all ranks, or ``ignore`` it.
+    ``check_every``: steps between two checks that all ranks hold the same parameters; if not, the
+    run stops with exit code 70. Each snapshot and the last step are checked too. 0: never.
     ``threads``: torch's threads per process (default: OMP_NUM_THREADS, else 1).
-    ``resume``: a file of weights to begin with: a safetensors file, as `ddpjob-trainer snapshot
-    export` and run.save() write it, or a state_dict saved by torch; every process reads it. It
-    counts where there is no snapshot of this run yet; afterwards its own snapshots do.
+    ``resume``: a file of weights to begin with, if this run has no snapshot yet: safetensors, as
+    `ddpjob-trainer snapshot export` and run.save() write it, or a state_dict of torch.
     ``snapshots``: see Snapshots; ``logging``: see Logging. None: as the environment says.
-    ``old``: their fields as keywords, as before: snapshot_dir, say. One line shows the new way.
+    ``old``: fields of these as keywords, such as snapshot_dir; a line shows the new way.
 
-    Alone without any environment, under torchrun and under our launcher it is the same call.
-    Raises ConfigError; ends the process with exit code 75 when the others do not come.
+    The call is the same alone, under torchrun and under our launcher. Raises ConfigError; ends
+    the process with exit code 75 when the others do not come.
     """
     given = locals() | {"level": determinism.LEVELS["cpu"] if level is None else level}
     begun = time.monotonic()

@@ -26,8 +26,8 @@ class Step:
     """Hold one step of the loop: run.steps() yields it, step.commit() ends it.
 
     ``index`` counts steps from 0 over the whole run.
-    ``batches`` yields this process's batches of the step, as ``collate`` makes them: of the
-    default tensors of shape (batch, ...), batch = global_batch / (processes x micro_batches).
+    ``batches`` yields this process's batches of the step, as ``collate`` makes them: by default
+    tensors of shape (batch, ...), batch = global_batch / (processes x micro_batches).
     ``epoch`` counts from 0 too. Of a stream it is this process's own.
     """
 
@@ -58,8 +58,7 @@ class Step:
     ) -> None:
         """Add the gradients of a batch's mean loss to those that are there.
 
-        Each batch needs one backward at least before an update; several losses of a batch count
-        as their sum.
+        Each batch needs one at least before an update; several losses of a batch are summed.
         ``loss``: a tensor of one element, computed through a prepared model.
         ``weight``: how much this batch counts in the step's mean, as the number of tokens in it,
         0 or more; default: by its samples. Every batch of a step, on every rank, has one, or none.
@@ -73,27 +72,25 @@ class Step:
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
         """Update with some optimizers in the midst of a step, as a GAN does. Then commit() ends it.
 
-        Their gradients are averaged over the global batch and applied: clip, optimizer, scheduler,
-        EMA. Then all gradients are dropped, also those that a loss left in other models. Without
-        ``optimizers``: with all of them. Raises ConfigError, NotCommittedError.
+        Clip, optimizer, scheduler and EMA follow; then all gradients are dropped, also those that a
+        loss left in other models. Without ``optimizers``: with all of them. Raises ConfigError,
+        NotCommittedError.
         """
         self.work.update(self, optimizers)
 
     def commit(self) -> None:
         """End the step. Without an update() in it, update with all optimizers.
 
-        An optimizer that no gradient has reached does not advance, if there are several. Snapshot,
-        metrics and SIGTERM follow when the loop's body ends, so state that the body changes after
-        commit() is in the snapshot as well. Raises NotCommittedError where a batch has had no
-        backward, ConfigError.
+        An optimizer that no gradient has reached does not advance, if there are several. Snapshot, metrics and SIGTERM follow when the loop's body ends, so changes after commit() are
+        in the snapshot too. Raises NotCommittedError if a batch had no backward, ConfigError.
         """
         self.work.commit(self)
 
     def stop(self) -> None:
         """End the run after this step, on all ranks; one rank's word is enough.
 
-        After commit(), which tells the others, the next step is the last: there all ranks may
-        ``break`` instead. Either way the last step's snapshot says that the run is finished.
+        After commit() the next step is the last; there all ranks may ``break`` instead. The last
+        snapshot says that the run is finished.
         """
         self.work.exchange.stop_called = True
 
@@ -101,7 +98,7 @@ class Step:
     def loss(self) -> float:
         """Mean loss of the step over all ranks, weighted as its gradients are; after commit().
 
-        It waits for the other ranks' numbers, which are on their way. Raises NotCommittedError.
+        It waits for the other ranks' numbers. Raises NotCommittedError.
         """
         found: float = self.work.exchange.mean_loss(self)
         return found
