@@ -72,17 +72,18 @@ class Step:
     def update(self, *optimizers: torch.optim.Optimizer) -> None:
         """Update with some optimizers in the midst of a step, as a GAN does. Then commit() ends it.
 
-        Clip, optimizer, scheduler and EMA follow; then all gradients are dropped, also those that a
-        loss left in other models. Without ``optimizers``: with all of them. Raises ConfigError,
-        NotCommittedError.
+        Averages over the global batch, clips, updates, steps scheduler and EMA; then drops all
+        gradients, also those that a loss left in other models. Without ``optimizers``: with all of
+        them. Raises ConfigError, NotCommittedError.
         """
         self.work.update(self, optimizers)
 
     def commit(self) -> None:
         """End the step. Without an update() in it, update with all optimizers.
 
-        An optimizer that no gradient has reached does not advance, if there are several. Snapshot, metrics and SIGTERM follow when the loop's body ends, so changes after commit() are
-        in the snapshot too. Raises NotCommittedError if a batch had no backward, ConfigError.
+        An optimizer that no gradient has reached does not advance, if there are several. Snapshot,
+        metrics and SIGTERM follow when the loop's body ends, so changes after commit() are in the
+        snapshot too. Raises NotCommittedError if a batch had no backward, ConfigError.
         """
         self.work.commit(self)
 
