@@ -25,15 +25,15 @@ MAX_NAME = 70  # letters of a test's name
 MOST_LINES = {
     "contract/src": 914,
     "operator/src": 12_137,
-    "trainer/src": 28_429,
+    "trainer/src": 28_420,
     "tools/src": 5_323,
     "plugin/src": 5_226,
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_723,
-    "tests": 64_939,
+    "tests": 64_971,
 }
-MOST_WORDS = 56_655  # of all pages in docs
+MOST_WORDS = 49_098  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

@@ -1,14 +1,17 @@
 """Pages of docs: generated ones are up to date, links lead somewhere, names in them exist."""
 
 import ast
+import itertools
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
+from kubectl_ddp import cli
 from support.cluster import ROOT
 from support.loaded import load
 from support.manifest import blocks, documented, pages
@@ -24,6 +27,19 @@ SAMPLE = re.compile(r"^\$ kubectl get (?:ddp|ddpjobs?)\b(.*)\n(NAME .*)$", re.MU
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 #: Of the literature's table: a file of the repository, a test of it perhaps.
 NAMED = re.compile(r"\b((?:docs|examples|manifests|studies|tests)/[\w./-]+\.\w+)(?:::(\w+))?")
+#: Sections of start/ and guides/ whose commands a test runs as they are written.
+RUN = {
+    ("kueue.md", None): "tests/cluster/test_queue.py::test_the_page_as_it_is_read",
+    ("your-script.md", "More files: a claim"): "tests/cluster/test_own_script.py"
+    "::test_more_files_than_a_config_map_holds_lie_on_a_claim",
+    ("your-script.md", "The weights"): "tests/cluster/test_examples.py"
+    "::test_the_weights_can_be_had_when_all_pods_are_done",
+}
+PROGRAM = re.compile(
+    r"(?:\$ )?((?:kubectl|helm|make|ddpjob(?:-trainer)?|torchrun|docker|kind|pip|etcdutl|python3?"
+    r"|dev/devcluster/devcluster|tar|sed|cp|workload=\S+) .*)"
+)
+MOST_NOT_RUN = 63  # of 100 such commands; the figure only falls
 #: Examples beside a script of the same folder, which imports them.
 PARTS = {f"examples/ladder/5_gpt/{name}.py" for name in ("corpus", "gpt", "mfu")}
 
@@ -235,3 +251,42 @@ def test_samples_of_kubectl_get_have_the_columns_of_the_definition():
             assert (page.name, head.split()) == (page.name, names)
             found += 1
     assert found >= 2
+
+
+def commands() -> Iterator[tuple[Path, str, str]]:
+    """Yield (page, heading, command) of the command lines in start/ and guides/."""
+    for page in sorted(DOCS.glob("[gs][ut]*/*.md")):
+        for section in re.split(r"^##+ ", page.read_text(), flags=re.MULTILINE):
+            fences = re.findall(r"^```(\w*)\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
+            text = "".join(body for kind, body in fences if kind in ("", "sh"))
+            for line in text.replace("\\\n", " ").splitlines():
+                if found := PROGRAM.fullmatch(line):
+                    yield page, section.partition("\n")[0], found[1]
+
+
+def parsed(command: str) -> bool:
+    """Whether it is a command of the plugin, which takes it; SystemExit if it does not."""
+    lexer = shlex.shlex(command, posix=True, punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = [*itertools.takewhile(lambda word: not set(word) <= set("|&;<>"), lexer)]
+    words = words[2:] if words[:2] == ["kubectl", "ddp"] else words[1:] * (words[0] == "ddpjob")
+    if not words or words[0] in ("audit", "chaos", "gpu-check", "local"):
+        return False
+    cli._parsed(words)
+    return True
+
+
+def test_commands_that_no_test_knows_become_fewer():
+    """A test runs a command, renders it (helm: tests/chart/test_documented.py) or parses it."""
+    assert (
+        missing([(file, name) for file, _, name in (t.partition("::") for t in RUN.values())]) == []
+    )
+    found = list(commands())
+    left = [
+        f"{page.name}: {command}"
+        for page, heading, command in found
+        if not {(page.name, None), (page.name, heading)} & RUN.keys()
+        and not re.match("helm (install|upgrade) ", command)
+        and not parsed(command)
+    ]
+    assert len(left) <= MOST_NOT_RUN, "\n".join([f"{len(left)} of {len(found)}:", *left])
