@@ -158,8 +158,8 @@ class Quiet:
         self.workers: Any = SimpleNamespace(
             state_dir=directory, pids={3: 1, 2: 2}, wrote=0.0, stopping=False, dying=False
         )
-        log: Any = SimpleNamespace(say=self.said.append)
-        names: Any = SimpleNamespace(begin=lambda: None)
+        log: Any = SimpleNamespace(say=self.said.append, put=lambda fd, data: None)
+        names: Any = SimpleNamespace(begin=lambda: None, trouble="")
         limits = Deadlines(1e6, 1e6, 1e6, output=10)
         self.watch = HangResponse(limits, Counter(), log, names, starts=False)
 
@@ -179,6 +179,14 @@ def test_a_gang_without_a_line_hangs_at_its_limit(tmp_path):
     assert quiet.ends(21)
     assert quiet.said[0].startswith("the gang hangs: no rank has printed a line for 11.0 s")
     assert "DDPJOB_HANG_OUTPUT_SECONDS=10" in quiet.said[0]
+
+
+def test_of_a_silent_gang_the_stopped_rank_is_ended(tmp_path, monkeypatch):
+    quiet, ended = Quiet(tmp_path), []
+    quiet.workers.mark_hung = lambda rank, why, lines, now: ended.append(rank)
+    monkeypatch.setattr(hangs.children, "state", lambda pid: "T" if pid == 1 else "S")
+    assert quiet.ends(*range(16))
+    assert ended == [3]
 
 
 def test_what_the_library_counts_is_no_silence(tmp_path):

@@ -149,7 +149,10 @@ _SILENT_SECONDS: Final = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """No rank of the gang has printed a line: nobody knows which one hangs, ``rank`` is ended."""
+    """No rank of the gang has printed a line. ``rank`` is ended: which one hangs is not known.
+
+    A stopped process is, since the others wait for it.
+    """
 
     rank: int
     seconds: float
@@ -325,7 +328,9 @@ class HangResponse:
             lines.look(now, max(workers.wrote, self._watch.moved))
             silent, limit = now - lines.gang, self._deadlines.output
             if found is None and silent > limit and workers.pids:
-                found = Silence(min(workers.pids), silent, limit)
+                pids = workers.pids
+                stopped = [rank for rank, pid in pids.items() if children.state(pid) == "T"]
+                found = Silence(min(stopped or pids), silent, limit)
             if found is not None:
                 self._counted[found.phase] += 1
                 self._log.say(f"{found}; stacks of all threads follow")
