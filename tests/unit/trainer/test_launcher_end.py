@@ -23,7 +23,7 @@ from ddpjob_trainer.launcher.local_round import LocalRound, Running
 from ddpjob_trainer.launcher.output import Log, OutputPump
 from ddpjob_trainer.launcher.processes import children
 from ddpjob_trainer.launcher.processes.fork_server import Program
-from ddpjob_trainer.launcher.reports import termination
+from ddpjob_trainer.launcher.reports import evidence, termination
 from ddpjob_trainer.launcher.reports.state import Results
 from ddpjob_trainer.launcher.supervisor import Supervisor
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
@@ -78,6 +78,15 @@ def test_a_spare_that_was_killed_before_it_was_known_is_waited_for(tmp_path, sen
     assert not workers.is_gone(there), "it has told its pid, and dies all the same"
     there.clear()
     assert workers.is_gone(())
+
+
+def test_a_killed_rank_is_why_a_round_ends_and_was_not_stopped_for_it(tmp_path, sent):
+    workers, _ = make_group(tmp_path)
+    workers.ended(NEVER + 1, -9, 5.0)
+    workers.stop(5.0, last_words=0)
+    workers.ended(NEVER, -9, 5.1)
+    ends = {one.rank: evidence._end(one, 0, workers.kill_at) for one in workers.exits}
+    assert ends == {1: "failed", 0: "stopped"}
 
 
 def test_a_worker_that_hangs_where_it_cannot_be_killed_is_the_cause(tmp_path, sent):

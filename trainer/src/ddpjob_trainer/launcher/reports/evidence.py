@@ -285,8 +285,9 @@ def _why(process: subprocess.Popen[bytes], seconds: float) -> str:
 def _end(exit_: Exit | None, signal: int, kill_at: float | None) -> End:
     if exit_ is None:
         return "running"
-    # At the end of a grace period, also another launcher's, it is SIGKILL.
-    killed = kill_at is not None and exit_.at >= kill_at and exit_.code == ExitCode.SIGKILL
+    # At the end of a grace period, also another launcher's, it is SIGKILL. In the moment itself one
+    # was found dead: the round ends for it.
+    killed = kill_at is not None and exit_.at > kill_at and exit_.code == ExitCode.SIGKILL
     if exit_.ours or killed or (signal and exit_.code == 128 + signal):
         return "stopped"
     if exit_.status == 0:
