@@ -1,12 +1,14 @@
 """Draws docs/pictures/*.svg from recorded data: `make manifests` after a new recording.
 
-buckets.json and ring.json are recorded by recordings.py, scaling.json by scaling.py.
+buckets.json and ring.json are recorded by recordings.py, scaling.json by scaling.py; goodput is
+that of docs/guides/goodput.md. What survives what and a gang's life are tables in this file.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +18,8 @@ from xml.sax.saxutils import escape
 HERE = Path(__file__).parent
 PICTURES = HERE.parent / "docs/pictures"
 INK, PALE, RED = "#222222", "#bbbbbb", "#c0392b"
+AGAIN, HELD, TRAINS, GREY = "#d98c2b", "#b9d3ee", "#3b6fb6", "#555555"
+DARK = "@media (prefers-color-scheme:dark){svg{filter:invert(.88) hue-rotate(180deg)}}"
 COLOURS = ("#3b6fb6", "#d98c2b", "#4f9d69", "#8e6bb0", "#b65a5a", "#5aa7b6")
 
 Found = Mapping[str, Any]
@@ -30,7 +34,7 @@ class Picture:
         marker = 'viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6"'
         self._shapes = [
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">',
-            f"<title>{escape(title)}</title>",
+            f"<title>{escape(title)}</title><style>{DARK}</style>",
             f'<defs><marker id="tip" {marker} orient="auto">{tip}</marker></defs>',
         ]
         self.rect(0, 0, width, height, "white")
@@ -337,17 +341,116 @@ def speed(first: float, seconds: float, mode: str, world: int) -> float:
     return (world if mode == "weak" else 1) * first / seconds
 
 
-DRAWN = {"buckets": buckets, "ring": ring, "scaling": scaling}
-RECORDS = {"scaling": HERE / "internals/scaling.json"}
+# -- what survives what -------------------------------------------------------------------------
+
+#: What dies, the pods lost (of 0 and 1 on one node, 2 on another), and in words what follows.
+LOSSES = (
+    ("a process", (), "all processes start again,", "in their pods"),
+    ("a pod", (1,), "a new pod; the others'", "processes start again"),
+    ("a node", (0, 1), "new pods elsewhere; the others'", "processes start again"),
+    ("the operator", (), "training goes on;", "decisions wait"),
+)
 
 
-def recorded(name: str) -> Found:
-    """Return the record that a picture is drawn from."""
-    path = RECORDS.get(name, HERE / f"{name}.json")
-    found: Found = json.loads(path.read_text())
-    return found
+def survives() -> str:
+    """Draw a row for each loss: the operator, two nodes, three pods of two processes."""
+    row, top, wide = 78, 62, 480
+    picture = Picture(wide, top + row * len(LOSSES) + 4, "What survives what")
+    x = 16.0
+    for colour, words in ((RED, "dies"), (AGAIN, "starts again"), (TRAINS, "trains on")):
+        picture.rect(x, 34, 14, 14, colour)
+        picture.text(x + 20, 46, words)
+        x += 48 + 6.5 * len(words)
+    for number, (who, lost, *words) in enumerate(LOSSES):
+        y = top + row * number
+        picture.line(16, y, wide - 16, y, PALE)
+        operator = who == "the operator"
+        picture.rect(16, y + 26, 30, 30, RED if operator else "none", RED if operator else PALE)
+        picture.text(31, y + 46, "op", at="middle", colour="white" if operator else GREY)
+        for left, pods in ((56, (0, 1)), (170, (2,))):
+            node = "#f6e3e0" if who == "a node" and pods == lost else "none"
+            picture.rect(left, y + 16, 54 * len(pods) + 2, 50, node, PALE)
+            for place, pod in enumerate(pods):
+                at = left + 6 + 52 * place
+                edge = RED if pod in lost else TRAINS
+                picture.rect(at, y + 26, 44, 30, "white", edge)
+                for rank in range(2):
+                    dead = pod in lost or (who == "a process" and (pod, rank) == (1, 0))
+                    colour = TRAINS if operator else RED if dead else AGAIN
+                    picture.rect(at + 5 + 18 * rank, y + 33, 16, 16, colour)
+        picture.text(242, y + 28, f"{who} dies", size=14)
+        for line, said in enumerate(words):
+            picture.text(242, y + 47 + 16 * line, said, size=13, colour=GREY)
+    return picture.svg()
+
+
+# -- the life of a gang -------------------------------------------------------------------------
+
+#: Until when (pixels), what each of three pods does, and in words what begins there.
+LIFE = (
+    (40, (PALE, PALE, PALE), "kubectl apply: all pods get a node, or none", ""),
+    (40, (AGAIN, AGAIN, AGAIN), "processes start and meet", ""),
+    (80, (TRAINS, TRAINS, TRAINS), "training; every line is a snapshot", ""),
+    (44, (AGAIN, RED, AGAIN), "a process is killed: all start again in place", "from the snapshot"),
+    (70, (TRAINS, TRAINS, TRAINS), "repeated steps are compared, then new ones", ""),
+    (50, (HELD, HELD, RED), "a pod is lost: a new one comes,", "the others wait"),
+    (70, (TRAINS, TRAINS, TRAINS), "all train on, from the snapshot", ""),
+    (44, (HELD, AGAIN, HELD), "a node is drained: a last snapshot first,", "nothing is repeated"),
+    (70, (TRAINS, TRAINS, TRAINS), "all train on", ""),
+    (30, (PALE, PALE, PALE), "Succeeded: the weights of an undisturbed run", ""),
+)
+
+
+def life() -> str:
+    """Draw time downwards, a lane for each pod."""
+    top, y = 66, 66.0
+    picture = Picture(
+        480, top + sum(part[0] for part in LIFE) + 14, "The life of a gang of three pods"
+    )
+    for pod in range(3):
+        picture.text(32 + 46 * pod, top - 12, f"pod {pod}", at="middle", colour=GREY)
+    for long, colours, *words in LIFE:
+        for pod, colour in enumerate(colours):
+            picture.rect(14 + 46 * pod, y, 36, long - 3, colour)
+            marks = range(18, long - 6, 18) if colour == TRAINS else ()
+            for mark in marks:
+                picture.line(14 + 46 * pod, y + mark, 50 + 46 * pod, y + mark, "white", width=2)
+        for line, said in enumerate(words):
+            picture.text(164, y + 15 + 16 * line, said, size=13, colour=GREY if line else INK)
+        y += long
+    return picture.svg()
+
+
+# -- where the hours of a real run went ---------------------------------------------------------
+
+
+def goodput() -> str:
+    """Draw the output of `kubectl ddp account` on its page: a bar, and each state's share."""
+    page = (PICTURES.parent / "guides/goodput.md").read_text()
+    pods, spent = re.findall(r"^Pods: +(\d+), (\S+) of pods", page, re.MULTILINE)[0]
+    found = re.findall(r"^(\w+) +\S+ +([\d.]+)%", page, re.MULTILINE)
+    shares = sorted(((float(share), state) for state, share in found), reverse=True)
+    title = f"A job of {pods} pods with six faults: where {spent} of pods went"
+    picture = Picture(480, 92 + 22 * math.ceil(len(shares) / 2), title)
+    x, per_cent = 16.0, 448 / sum(share for share, _ in shares)
+    palette = (TRAINS, "#8e6bb0", RED, "#7b8794", AGAIN, "#5aa7b6", "#4f9d69")
+    for number, (share, state) in enumerate(shares):
+        colour = palette[number] if number < len(palette) else PALE
+        picture.rect(x, 36, share * per_cent, 34, colour)
+        x += share * per_cent
+        left, y = 16 + 240 * (number % 2), 84 + 22 * (number // 2)
+        picture.rect(left, y, 12, 12, colour)
+        picture.text(left + 20, y + 11, f"{share:g} % {state}", size=13)
+    return picture.svg()
+
+
+RECORDED = {"buckets": buckets, "ring": ring, "scaling": scaling}
+DRAWN = {"survives": survives, "life": life, "goodput": goodput}
 
 
 if __name__ == "__main__":
+    for name, of_record in RECORDED.items():
+        record = json.loads((HERE / f"{name}.json").read_text())
+        (PICTURES / f"{name}.svg").write_text(of_record(record))
     for name, draw in DRAWN.items():
-        (PICTURES / f"{name}.svg").write_text(draw(recorded(name)))
+        (PICTURES / f"{name}.svg").write_text(draw())

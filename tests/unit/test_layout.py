@@ -30,10 +30,10 @@ MOST_LINES = {
     "plugin/src": 5_226,
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
-    "studies": 3_723,
-    "tests": 64_988,
+    "studies": 3_826,
+    "tests": 64_995,
 }
-MOST_WORDS = 49_098  # of all pages in docs
+MOST_WORDS = 49_111  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

@@ -4,6 +4,7 @@ import ast
 import itertools
 import os
 import re
+import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -130,12 +131,18 @@ def test_the_maps_for_agents_name_what_exists():
 
 
 def test_every_page_has_its_place_on_the_site():
-    """`make site` refuses a page that has none, but is no part of any tier."""
+    """`make site` refuses a page that has none, but only `make test-all` builds it."""
     found = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     entries = [[each] if isinstance(each, str) else next(iter(each.values())) for each in found]
     placed = [page for group in entries for page in group]
     assert len(placed) == len(set(placed))
     assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} <= set(placed)
+
+
+def test_the_pictures_are_those_of_make_manifests():
+    drawn = runpy.run_path(str(ROOT / "studies/pictures.py"))["DRAWN"]
+    for name, draw in drawn.items():
+        assert (DOCS / f"pictures/{name}.svg").read_text() == draw(), f"make manifests: {name}"
 
 
 def functions(file: str) -> set[str]:
