@@ -178,40 +178,40 @@ def _in_phase(phase: type[Any]) -> type[Hub]:
 class LeavesTheOthersRunning(Launcher):
     """Its hub sends no Stop after a rescue's."""
 
-    class _Stopping(hub_._Stopping):
+    class _Stops(hub_._GangStops):
         def _stop_rest(self, now: float) -> None:
             self._answer_by = 0.0
 
-    hub_class = _in_phase(_Stopping)
+    hub_class = _in_phase(_Stops)
 
 
 class AsksAnotherWriterTooSoon(Launcher):
     """Its hub asks the next survivor where the first has not answered, and may write."""
 
-    class _Stopping(hub_._Stopping):
+    class _Stops(hub_._GangStops):
         def tick(self, now: float) -> Any:
             if self._answer_by and now >= self._answer_by and self._survivors:
                 self._ask_to_write(now)
             return super().tick(now)
 
-    hub_class = _in_phase(_Stopping)
+    hub_class = _in_phase(_Stops)
 
 
 class AsksBeforeTheCauseIsKnown(Launcher):
     """Its hub has the step saved at the first failure that it hears of."""
 
-    class _Running(hub_._Running):
+    class _Runs(hub_._GangRuns):
         def tick(self, now: float) -> Any:
             return self._stop(now) if self._left else super().tick(now)
 
-    hub_class = _in_phase(_Running)
+    hub_class = _in_phase(_Runs)
 
 
 class BelievesTheWriter(Launcher):
     """Its hub says to who writes that another has the same bits, having asked nobody."""
 
-    class _Stopping(hub_._Stopping):
+    class _Stops(hub_._GangStops):
         def _ask_to_vouch(self) -> None:
             self._rescue(self._writer, "word", "sound")
 
-    hub_class = _in_phase(_Stopping)
+    hub_class = _in_phase(_Stops)

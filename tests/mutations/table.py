@@ -88,7 +88,7 @@ MUTATIONS = (
              "return everybody - self.stopped", "return set()",
              TRAINER_TESTS + "test_hub_phases.py"),
     Mutation("a round begins with a place empty (H2)", TRAINER + "launcher/hub/hub.py",
-             "return _Waiting(hub)", "pass",
+             "return _GangWaits(hub)", "pass",
              TRAINER_TESTS + "test_hub_phases.py"),
     Mutation("who was replaced comes back (H3)", TRAINER + "launcher/hub/seats.py",
              "if hello.pod in self._out or hello.birth < known.birth:", "if False:",

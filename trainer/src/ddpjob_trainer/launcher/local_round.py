@@ -1,8 +1,8 @@
 """Play this launcher's part in a round: it runs, is stopped, waits for the next, or succeeds.
 
 The supervisor's loop calls the present phase, which tells the hub what happens here, does as the
-hub says, and answers with the phase that follows. L2 to L4 are rules of the protocol by which
-launchers follow a hub that replaces another.
+hub says, and answers with the phase that follows; the gang's phases are hub/hub.py's. L2 to L4 are
+rules of the protocol by which launchers follow a hub that replaces another.
 """
 
 from __future__ import annotations

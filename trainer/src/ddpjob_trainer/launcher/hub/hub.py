@@ -55,7 +55,7 @@ class Hub:
         self.limits = limits
         self.post, self.drop = post, drop
         self.modified, self.newest = modified, newest
-        self.phase: _Phase = _Running(self) if own.running else _Waiting(self)
+        self.phase: _Phase = _GangRuns(self) if own.running else _GangWaits(self)
         self.final: messages.End | messages.Finished | None = None  # the last word
         self._polled = 0.0
 
@@ -72,12 +72,12 @@ class Hub:
     @property
     def runs(self) -> bool:
         """Return whether a round runs."""
-        return isinstance(self.phase, _Running)
+        return isinstance(self.phase, _GangRuns)
 
     @property
     def waits(self) -> bool:
         """Return whether it waits for launchers that are missing."""
-        return isinstance(self.phase, _Waiting)
+        return isinstance(self.phase, _GangWaits)
 
     @property
     def complete(self) -> bool:
@@ -137,7 +137,7 @@ class Hub:
         """Have the place of a launcher filled, if it serves."""
         self.seats.stopped.discard(seat)
         if seat in self.seats.serving:
-            stopping = isinstance(self.phase, _Stopping)
+            stopping = isinstance(self.phase, _GangStops)
             self.phase = self.phase.vacated(seat, how, now, graceful=graceful)
             if stopping:  # perhaps for that one alone
                 self.tick(now)
@@ -202,7 +202,7 @@ class Hub:
     def _allow_for_pause(self, now: float) -> None:
         """Move the barrier by the hub's own pause: messages sent meanwhile are unread."""
         pause = now - self._polled - _POLL_SECONDS
-        if isinstance(self.phase, _Stopping) and pause > 0:
+        if isinstance(self.phase, _GangStops) and pause > 0:
             self.phase.barrier_at += pause
         self._polled = now
 
@@ -228,8 +228,9 @@ class Hub:
 
 
 class _Phase:
-    """Reacts to what happens, and answers with the phase that follows.
+    """Reacts to what happens in the gang, and answers with the phase that follows.
 
+    A pod's own phases are local_round.py's.
     ``due``: when to call tick() at the latest, None: it asks for no time.
     """
 
@@ -276,7 +277,7 @@ class _Phase:
             following = decision.next
         filled = seats.fill()
         if len(filled) < outcome.replicas:
-            return _Waiting(hub)
+            return _GangWaits(hub)
         # One answer for all: ranks that went on from other checkpoints would train apart.
         last = following.records[-1] if following.records else Round()
         failed = last.get("kind") in ("exception", "exit")
@@ -288,10 +289,12 @@ class _Phase:
         for replica, seat in enumerate(seats.serving):
             go = messages.Go(seats.own.birth, following.round, replica, following.records, newest)
             hub.post(seat, go)
-        return _Running(hub)
+        return _GangRuns(hub)
 
 
-class _Running(_Phase):
+class _GangRuns(_Phase):
+    """All launchers that serve run the round, as far as is known."""
+
     def __init__(self, hub: Hub) -> None:
         super().__init__(hub)
         self._begun_at: float | None = None
@@ -336,7 +339,7 @@ class _Running(_Phase):
         survivors = [] if graceful else self._survivors()
         if not survivors:
             hub.post_all(messages.Stop(hub.history.round, graceful))
-        return _Stopping(hub, now, survivors)
+        return _GangStops(hub, now, survivors)
 
     def _survivors(self) -> list[int]:
         """Return who may save the newest step: where a round follows, and a process is alive."""
@@ -347,7 +350,7 @@ class _Running(_Phase):
         return [seat for seat in able if self._left.get(seat, 1)]
 
 
-class _Stopping(_Phase):
+class _GangStops(_Phase):
     """Stop was sent to all, first to the ``survivors`` that save a step; not all have stopped."""
 
     def __init__(self, hub: Hub, now: float, survivors: Collection[int] = ()) -> None:
@@ -438,7 +441,7 @@ class _Stopping(_Phase):
             outcome.snapshot_step = max(outcome.snapshot_step, message.snapshot_step)
 
 
-class _Waiting(_Phase):
+class _GangWaits(_Phase):
     """All that are here have stopped; others are missing."""
 
     def tick(self, now: float) -> _Phase:
