@@ -96,7 +96,7 @@ class Workers:
         self.stopping = True
         self.kill_by(now + last_words)
 
-    def spare(self, chosen: object, now: float, until: float, first_word_by: float) -> None:
+    def end_all_but(self, chosen: object, now: float, until: float, first_word_by: float) -> None:
         self.stopping, self.first_word_by = True, first_word_by
         self.kill_by(until)
 
@@ -110,7 +110,7 @@ class Workers:
         self.killed |= now >= due
         return due
 
-    def is_gone(self, spared: object) -> bool:
+    def is_gone(self, outliving: object) -> bool:
         return not self.running
 
     def end(self, status: int, now: float) -> None:

@@ -359,7 +359,7 @@ def test_who_loses_peers_after_an_end_elsewhere_waits_out_no_grace_period(tmp_pa
 
 def test_who_saves_the_newest_step_has_no_longer_than_a_signal_gives(tmp_path, sent):
     workers, _ = make_group(tmp_path)
-    workers.spare(workers.pids, 0.0, 30.0, first_word_by=2.0)
+    workers.end_all_but(workers.pids, 0.0, 30.0, first_word_by=2.0)
     workers.kill_when_due(1.0)
     assert sent == []
     workers.first_word_by = None  # they have said it
@@ -372,6 +372,6 @@ def test_who_saves_the_newest_step_has_no_longer_than_a_signal_gives(tmp_path, s
 
 def test_who_says_no_first_word_is_killed(tmp_path, sent):
     workers, _ = make_group(tmp_path)
-    workers.spare(workers.pids, 0.0, 30.0, first_word_by=2.0)
+    workers.end_all_but(workers.pids, 0.0, 30.0, first_word_by=2.0)
     workers.kill_when_due(2.0)
     assert (workers.kill_at, len(sent)) == (2.0, workers.running)

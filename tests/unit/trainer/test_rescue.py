@@ -361,7 +361,7 @@ class Seat:
         self.directory = files.directory
         self.said: list[Rescuing] = []
         self.ended: list[float] = []
-        self.spared: list[set[int]] = []
+        self.outliving: list[set[int]] = []
         self.selector = selectors.DefaultSelector()
         for rank in ranks:
             world: Any = SimpleNamespace(rank=rank, size=3, accelerator=CPU)
@@ -373,7 +373,7 @@ class Seat:
         self.workers: Any = SimpleNamespace(
             state_dir=directory, round=0, pids=dict.fromkeys(ranks, 1), kill_at=None,
             kill_by=self.ended.append,
-            spare=lambda chosen, *times, **more: self.spared.append(set(chosen)),
+            end_all_but=lambda chosen, *times, **more: self.outliving.append(set(chosen)),
         )  # fmt: skip
         self.rescuer = Rescuer(
             self.workers, self.selector, lambda said, _: self.said.append(said), print
@@ -391,7 +391,7 @@ def test_two_workers_of_a_launcher_save_the_step_by_themselves(trained, tmp_path
     trained.boundary.reading = lambda seconds: nullcontext()
     assert seat.rescuer.begin("alone", 100.0)
     seat.until(lambda: seat.ended)
-    assert seat.spared == [{1, 2}]
+    assert seat.outliving == [{1, 2}]
     assert seat.said == [Rescuing(0, "yes", "own"), Rescuing(0, "done", "2 24")]
     assert [manifest.step_of(path.name) for path in manifest.listed(seat.directory)] == [24]
     seat.selector.close()
@@ -438,5 +438,5 @@ def test_nothing_is_saved_where_it_does_not_pay_or_nobody_can(trained, tmp_path)
         path.unlink()
     assert not cheap.rescuer.begin("write", 100.0)
     assert cheap.said[1:] == [Rescuing(0, "next")]
-    assert cheap.spared == []
+    assert cheap.outliving == []
     cheap.selector.close()

@@ -70,7 +70,7 @@ class Rescuer:
             self._close()
             return self._answer("next", now)
         first_word_by = now + _FIRST_WORD_SECONDS
-        self._workers.spare(self._links, now, self._until, first_word_by=first_word_by)
+        self._workers.end_all_but(self._links, now, self._until, first_word_by=first_word_by)
         return True
 
     def agree(self, word: str) -> None:

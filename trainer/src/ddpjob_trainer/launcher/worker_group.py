@@ -64,7 +64,7 @@ class WorkerGroup:
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
         self.kill_at: float | None = None  # when all that runs is killed
-        self.first_word_by: float | None = None  # or then, see spare()
+        self.first_word_by: float | None = None  # or then, see end_all_but()
         self._swept: set[int] = set()  # pids of other processes killed after the workers had ended
         self._cleaning = children.Cleaning()
         self._memory = children.read_memory()  # as it was when the round began
@@ -277,7 +277,7 @@ class WorkerGroup:
         self._recall(signal.SIGKILL, now)
         self.kill_by(now + last_words)
 
-    def spare(
+    def end_all_but(
         self, chosen: Collection[int], now: float, until: float, first_word_by: float
     ) -> None:
         """End all workers but these ranks, which have until then at most (monotonic).
@@ -336,16 +336,16 @@ class WorkerGroup:
         self._say(words)
         self.ended(pid, -signal.SIGKILL, now)
 
-    def is_gone(self, spared: Collection[int]) -> bool:
+    def is_gone(self, outliving: Collection[int]) -> bool:
         """Return whether all workers and descendants are gone; kill the descendants left.
 
         A process that a worker left behind, such as the uploader of its snapshots, has become the
-        launcher's child. ``spared``: children that outlive the round.
+        launcher's child. ``outliving``: children that outlive the round.
         """
         if self.running:
             return False
         # A spare killed before it was known as one will never be called.
-        left = [pid for pid in children.children() if pid not in spared or pid in self._swept]
+        left = [pid for pid in children.children() if pid not in outliving or pid in self._swept]
         killed = [pid for pid in left if not self._cleaning.is_due(pid)]
         for pid in killed:
             children.send(pid, signal.SIGKILL)
