@@ -44,7 +44,7 @@ class Trained:
 
     def step(self, done: int) -> None:
         self.forward()
-        self.boundary.before_update()
+        self.boundary.wait_for_readers()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.boundary.take(done)

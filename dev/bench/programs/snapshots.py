@@ -38,7 +38,7 @@ class Way:
 
     def warm_up(self) -> None: ...
 
-    def before_update(self) -> None: ...
+    def wait_for_readers(self) -> None: ...
 
     def report(self) -> list[float]:
         """What it adds to the exchange at the end of each step."""
@@ -63,8 +63,8 @@ class Ours(Way):
     def warm_up(self) -> None:
         self._snapshots.prepare(self._state)
 
-    def before_update(self) -> None:
-        self._snapshots.before_update()
+    def wait_for_readers(self) -> None:
+        self._snapshots.wait_for_readers()
 
     def report(self) -> list[float]:
         return self._snapshots.report()
@@ -212,7 +212,7 @@ CONFIG = {"seed": 0, "global_batch": 1, "samples": 1, "level": "off"}
 
 def real_step(model: torch.nn.Module, optimizer: Any, way: Any, tokens: int) -> None:
     model(torch.randint(0, GPT2["vocabulary"], (1, tokens + 1))).backward()
-    way.before_update()
+    way.wait_for_readers()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
@@ -285,7 +285,7 @@ def main() -> None:
             real_step(wrapped, optimizer, way, args.tokens)
         else:
             time.sleep(args.step_seconds)
-            way.before_update()
+            way.wait_for_readers()
 
     def saving(index: int) -> None:
         compute()

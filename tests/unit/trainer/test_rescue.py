@@ -65,13 +65,13 @@ def test_only_rank_0_saves_the_step_in_which_keep_best_found_more(trained):
 
 
 def test_nobody_reads_while_an_update_runs_and_none_begins_while_one_reads(trained):
-    trained.boundary.before_update()
+    trained.boundary.wait_for_readers()
     with pytest.raises(ChangedError, match="does not end"), trained.boundary.reading(0):
         pass
     trained.boundary.take(2)
     with trained.boundary.reading(0):
-        assert not trained.boundary._lock.acquire(blocking=False)  # as before_update() would
-    trained.boundary.before_update()
+        assert not trained.boundary._lock.acquire(blocking=False)  # as wait_for_readers() would
+    trained.boundary.wait_for_readers()
 
 
 def test_a_copy_that_fails_ends_the_rescue_and_not_the_training(monkeypatch, trained):
@@ -253,7 +253,7 @@ def test_the_last_of_two_ranks_needs_the_hash_of_the_step_before(trained, tmp_pa
     rescue._hash_due = 0 if other else 24
     *_, number, square, _, _ = mine = rescue.report()
     theirs = [number + 1, (number + 1) ** 2] if other == "other bits" else [number, square]
-    rescue.before_update()
+    rescue.wait_for_readers()
     rescue.step_ended(24)
     assert not read_marks(tmp_path, RANK).vouched
     rescue.receive([a + b for a, b in zip(mine, [*mine[:-4], *theirs, 0.0, 0.0], strict=True)])
@@ -325,7 +325,7 @@ def test_a_word_of_stop_that_is_in_no_snapshot_is_not_lost(survivor, what, flag)
 
 def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor):
     rescue, launcher, directory = survivor
-    rescue.before_update()
+    rescue.wait_for_readers()
     assert not read_marks(directory.parent, RANK).intact
     launcher.say(do="write", seconds=0)
     assert launcher.hear() == {"no": "an update, or the body after it, does not end"}

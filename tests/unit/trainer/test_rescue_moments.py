@@ -53,7 +53,7 @@ def training(trained: Trained, sums: set[str], harm: Callable[[Trained], None]) 
         yield
         harm(trained)
         yield
-        trained.boundary.before_update()
+        trained.boundary.wait_for_readers()
         yield
         with torch.no_grad():
             for parameter in half:  # half of it, as a reader may see it
@@ -118,7 +118,7 @@ def test_a_step_of_several_updates_can_be_read_at_any_moment():
 
 
 class IsReadDuringAnUpdate(LooksAtNoVersion):
-    def before_update(self) -> None:
+    def wait_for_readers(self) -> None:
         """Nobody waits."""
 
     def take(self, step: int) -> None:
@@ -181,7 +181,7 @@ def test_each_survivor_has_the_buffers_of_rank_0(shares):
             for mine, first in zip(one.net.parameters(), gang[0].net.parameters(), strict=True):
                 assert mine.grad is not None
                 mine.grad = first.grad
-            one.boundary.before_update()
+            one.boundary.wait_for_readers()
             one.optimizer.step()
             one.teacher.load_state_dict(gang[0].teacher.state_dict())
             one.boundary.take(step)

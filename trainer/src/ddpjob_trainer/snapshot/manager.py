@@ -239,7 +239,7 @@ class SnapshotManager:
             world.rank, files, reports, world.accelerator, later=later, parent=parent
         )
         if later:  # optimizers that the loop's body steps itself must wait as well
-            self._hook = register_optimizer_step_pre_hook(lambda *_: self.before_update())
+            self._hook = register_optimizer_step_pre_hook(lambda *_: self.wait_for_readers())
         if blind := [rank for rank in range(size) if rank not in resumed.writers]:
             what = (
                 f"{len(blind)} of {size} ranks do not see rank 0's snapshot directory"
@@ -306,7 +306,7 @@ class SnapshotManager:
             self._reported = counts
             self._progress.saved(counts)
 
-    def before_update(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until the snapshot of the step before has read the parameters."""
         if self._writer is not None:
             self._writer.wait_copied()

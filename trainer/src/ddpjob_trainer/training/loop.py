@@ -101,7 +101,7 @@ class Loop:
                 self._left_early = True
                 self.finished_steps += self.step is not None and self.step.committed
                 # What the script does next may change the weights: finish their copy first.
-                self._process.before_update()
+                self._process.wait_for_readers()
                 # It may take long, too, and is not a hang.
                 self._process.progress.phase("done")
                 raise

@@ -36,7 +36,7 @@ from ddpjob_trainer.state.codec import Exact, flatten, raw
 from ddpjob_trainer.state.stateful import BufferBackup, DictState, Modes, Stateful
 
 # --- The newest step boundary ---------------------------------------------------------------------
-# A boundary is where a step's body is over. The loop calls take() there, and before_update() where
+# A boundary is where a step's body is over. The loop calls take() there, and wait_for_readers() as
 # parameters and optimizers change next. In between these are as the boundary left them, so the
 # rescue's thread reads them without a copy, in reading(). What a body may change before its update
 # is copied at each boundary: buffers, settings of optimizers, registered objects, modes.
@@ -100,7 +100,7 @@ class Boundary:
 
     # --- For the training thread ------------------------------------------------------------
 
-    def before_update(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until nobody reads; what is read is in flux from here to the next boundary."""
         if self._whole is None:
             self._begin_to_change()
@@ -277,10 +277,10 @@ class Rescue:
             threading.Thread(target=self._serve, name="ddpjob-rescue", daemon=True).start()
         self._mark()
 
-    def before_update(self) -> None:
+    def wait_for_readers(self) -> None:
         """Keep the parameters from who reads them, and who reads them from an update."""
         if self._boundary is not None:
-            self._boundary.before_update()
+            self._boundary.wait_for_readers()
             if self._marks is not None:
                 self._marks.in_flux()
 

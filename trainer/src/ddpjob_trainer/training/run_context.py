@@ -31,8 +31,8 @@ class RunContext:
     profiler: Profiler
     rescue: Rescue | None = None  # None: it is off
 
-    def before_update(self) -> None:
+    def wait_for_readers(self) -> None:
         """Wait until nobody reads the parameters any more."""
-        self.snapshots.before_update()
+        self.snapshots.wait_for_readers()
         if self.rescue is not None:
-            self.rescue.before_update()
+            self.rescue.wait_for_readers()

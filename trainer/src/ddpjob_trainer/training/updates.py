@@ -145,7 +145,7 @@ class Updates:
         self._process.progress.at("body")
         self._device_watch.queued("update")
         failpoints.reach("step")
-        step.committed = True
+        step.committed = True  # what follows the body is in Loop._end
 
     def _average(self, units: Sequence[Unit]) -> tuple[list[Unit], bool]:
         """Make the gradients of these optimizers' parameters equal on all ranks.
@@ -175,7 +175,7 @@ class Updates:
         """Update, or leave the update out. ``exchanged``: the step's exchange is under way."""
         updater = self._trained.updater
         # A snapshot of the step before may still be reading the parameters.
-        self._process.before_update()
+        self._process.wait_for_readers()
         if allowed and updater.hooks:
             allowed = self._before_update(step, units)
         updated = allowed and updater.update(units)
