@@ -23,7 +23,7 @@ from ddpjob_operator.shell.executor import Executor
 from ddpjob_operator.shell.informer import NodeInformer, PodInformer, WorkloadInformer
 from ddpjob_operator.shell.jobs import Resync
 from ddpjob_operator.shell.nodes import NodeCache
-from ddpjob_operator.shell.reconciler import Clock, Reconciler
+from ddpjob_operator.shell.reconciler import OperatorClock, Reconciler
 from ddpjob_operator.shell.store import Key, RewoundError, Store
 from ddpjob_operator.shell.telemetry import Metrics
 from model.cluster import START, selects
@@ -101,7 +101,7 @@ class Operator:
         self.events: list[tuple[Key, Any]] = []
         self.store = Store(self._told)
         self.store.nodes = NodeCache(self._monotonic)
-        self._clock = Clock(
+        self._clock = OperatorClock(
             wall=self.now, monotonic=self._monotonic, stepped=self.store.forget_times
         )
         self.queue = ModelQueue(self.clock)
@@ -218,7 +218,7 @@ class Operator:
         for job in list(self.store.jobs()):
             known = self.store.feedback(job.uid)
             said = observe.Rounds(
-                status.from_dict(job.status).hub, 0, (), waiting_for_replacement=True
+                status.from_dict(job.status).hub, 0, (), can_wait_for_replacement=True
             )
             if job.status.get("phase") == "Running" and known.rounds != said:
                 self.store.set_feedback(job.uid, replace(known, rounds=said))

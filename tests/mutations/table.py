@@ -56,7 +56,7 @@ MUTATIONS = (
              "cause is not None and cause.code in FINAL_EXIT_CODES", "False",
              TRAINER_TESTS + "test_rounds_decide.py"),
     Mutation("launchers that have not said so are taken to hold", GANG + "replacement.py",
-             "able = view.status.waiting_for_replacement and view", "able = view",
+             "able = view.status.can_wait_for_replacement and view", "able = view",
              CORE_TESTS + "test_plan_replace.py"),
     Mutation("a pod that is being removed is kept (O3)", GANG + "replacement.py",
              "if pod.deleting or evidence.failed(", "if evidence.failed(",

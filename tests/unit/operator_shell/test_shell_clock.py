@@ -8,7 +8,7 @@ import pytest
 
 from ddpjob_operator.shell.api import Listing
 from ddpjob_operator.shell.jobs import Resync
-from ddpjob_operator.shell.reconciler import Clock
+from ddpjob_operator.shell.reconciler import OperatorClock
 from ddpjob_operator.shell.store import Store
 from support.world import START, job_object
 
@@ -20,7 +20,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.passed, self.set_by, self.set = 0.0, timedelta(), 0
-        self.clock = Clock(
+        self.clock = OperatorClock(
             60.0, wall=self.wall, monotonic=lambda: self.passed, stepped=self.was_set
         )
 
@@ -75,7 +75,7 @@ def test_sight_counts_from_the_end_of_a_gap_and_from_now_during_one():
 def test_a_gap_of_one_namespace_is_its_own_and_a_take_over_is_one_of_all():
     """Or whoever takes the operator's rights in one would stop every deadline in all."""
     machine = Machine()
-    machine.clock = Clock(
+    machine.clock = OperatorClock(
         60.0, wall=machine.wall, monotonic=lambda: machine.passed, namespaces=("a", "b")
     )
     for _ in range(10):
@@ -106,7 +106,7 @@ class SlowApi:
 async def test_a_slow_list_is_no_gap_in_sight_and_each_job_a_sign_of_life():
     """Or the startup deadline would begin anew with each, and the loop seem stuck."""
     api: Any = SlowApi()
-    clock = Clock(60.0, wall=lambda: START, monotonic=lambda: api.passed)
+    clock = OperatorClock(60.0, wall=lambda: START, monotonic=lambda: api.passed)
     resync = Resync(api, Store(), None, lambda _: None, lambda _: None, received=clock.received)
     for _ in range(3):
         await resync._list_all()

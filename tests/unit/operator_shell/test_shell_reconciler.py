@@ -13,7 +13,7 @@ import pytest
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.executor import Executor
-from ddpjob_operator.shell.reconciler import Clock, Reconciler, WorkQueue
+from ddpjob_operator.shell.reconciler import OperatorClock, Reconciler, WorkQueue
 from ddpjob_operator.shell.store import Key, Store
 from ddpjob_operator.shell.telemetry import Metrics
 from model.cluster import Cluster, Object
@@ -22,7 +22,7 @@ from model.wire import ModelApi, Wire
 pytestmark = [pytest.mark.looptime]
 
 KEY = ("ns", "job")
-CLOCK = Clock()
+CLOCK = OperatorClock()
 
 
 class SlowApi(ModelApi):

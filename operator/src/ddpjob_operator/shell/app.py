@@ -1,9 +1,11 @@
 """Put the parts together, run them, and take them down in the right order.
 
-__main__.py runs one App. kopf's events, the pod informer and the resync fill the store and name
-keys; workers take the keys, but only while this process holds the lease. On SIGTERM: no new work,
-running work ends, the lease is released, exit 0. On a lost lease, or when etcd was restored from a
-backup: exit 1 at once, and the kubelet starts the container again.
+__main__.py runs one App. These fill the store and name keys: kopf's events of jobs and the resync,
+the informers of pods, nodes and Workloads, and progress.py with news of a job. The time that a plan
+asks for, a lease that is won and an API of PodGroups that comes or goes name keys, too. Workers
+take them, but only while this process holds the lease. On SIGTERM: no new work, running work ends,
+the lease is released, exit 0. On a lost lease, or when etcd was restored from a backup: exit 1 at
+once, and the kubelet starts the container again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ddpjob_operator.shell.informer import Informer, NodeInformer, PodInformer, 
 from ddpjob_operator.shell.jobs import JobWatcher, Resync, wait_for_crd
 from ddpjob_operator.shell.nodes import NodeCache
 from ddpjob_operator.shell.progress import ProgressReader
-from ddpjob_operator.shell.reconciler import Clock, Reconciler, WorkQueue
+from ddpjob_operator.shell.reconciler import OperatorClock, Reconciler, WorkQueue
 from ddpjob_operator.shell.scheduling import GangApi
 from ddpjob_operator.shell.store import Key, RewoundError, Store
 from ddpjob_operator.shell.telemetry import Metrics, Probes, Recorder
@@ -52,7 +54,7 @@ class App:
         self._metrics = Metrics()
         nodes = NodeCache(signals=settings.node_signals)
         self._store = Store(lambda: self._clock.now(), nodes)  # noqa: PLW0108 - made below
-        self._clock = Clock(
+        self._clock = OperatorClock(
             settings.resync_seconds + _AWAY,
             stepped=self._store.forget_times,
             namespaces=settings.namespaces,

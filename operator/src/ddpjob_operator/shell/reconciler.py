@@ -1,7 +1,8 @@
 """Handle one key at a time: snapshot, plan, actions, the next look.
 
 Watches and timers add keys to the WorkQueue; its workers call the Reconciler, which plans by the
-Clock. Trouble with one job stays with it: it is logged with its key and uid and tried again later.
+OperatorClock. Trouble with one job stays with it: it is logged with its key and uid and tried again
+later.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Reconciler:
         executor: Executor,
         metrics: Metrics,
         leads: Callable[[], bool],
-        clock: Clock,
+        clock: OperatorClock,
         metrics_from: tuple[Body, ...] = (),
         known: Callable[[str], bool] = lambda _: True,
         gang_api: Callable[[], str] = str,
@@ -341,7 +342,7 @@ def _now() -> float:
 _SET: Final = timedelta(seconds=5)
 
 
-class Clock:
+class OperatorClock:
     """The operator's time, and since when it has seen and acted without a gap.
 
     Deadlines are stored as UTC, so the clock is the machine's. The start of a gang counts no time

@@ -3,7 +3,8 @@
 shell/executor.py records the API's answers, plan() asks here what to try. A taken name concerns one
 object and passes soon. Any other refusal (rights, PodSecurity, a missing ServiceAccount, a webhook
 that is down) meets every pod of the job alike: one pod tests it alone, after a wait that doubles as
-long as the words stay the same and that differs between jobs.
+long as the words stay the same and that differs between jobs. What is invalid (400, 422) or over
+quota is given back at once: gang/start.py, advance().
 """
 
 from __future__ import annotations

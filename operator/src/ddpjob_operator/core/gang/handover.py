@@ -85,7 +85,7 @@ def _going(view: View) -> Mapping[int, Node]:
     left = {node.name: node for node in news[: MAX_HANDED_OVER - len(status.handed_over)]}
     since, signal = status.timings.running_at, any(node.signal for node in known.values())
     early = False
-    if since and signal and not status.waiting_for_replacement:
+    if since and signal and not status.can_wait_for_replacement:
         early = not view.clock.reached(since + _PATIENCE)
     early = early or verdict.in_a_row(view, status.restarts) > 0
     sent, stored = view.feedback.pruned or ({}, {})

@@ -36,8 +36,8 @@ def record_hub_report(job: Job, status: Status, polled: Rounds | None, change: C
     """Store that all launchers wait for a lost one, until a whole start, and who serves what."""
     if status.phase != "Running" or polled is None or polled.attempt != status.hub:
         return change
-    waits = status.waiting_for_replacement or polled.waiting_for_replacement
-    change = change.with_status(waiting_for_replacement=waits, serving=polled.serving)
+    waits = status.can_wait_for_replacement or polled.can_wait_for_replacement
+    change = change.with_status(can_wait_for_replacement=waits, serving=polled.serving)
     took = sorted(polled.serving.items() - status.serving.items())
     names = ", ".join(f"{job.name}-{seat} serves replica {r}" for r, seat in took[:_NAMED])
     return change.event("Normal", "TookOver", f"pods that stood by: {names}") if took else change
@@ -52,7 +52,7 @@ def to_replace(
     ``delay``: seconds before new pods may be made. ``planned``: replaced with it, though they run.
     """
     in_time = view.now + timedelta(seconds=delay) < deadline(view.seats, view.now)
-    able = view.status.waiting_for_replacement and view.spec.restart.in_place > 0
+    able = view.status.can_wait_for_replacement and view.spec.restart.in_place > 0
     # A group of pods that is preempted is taken whole.
     taken = view.status.pod_group and pod_group.preempted(view.seats, loss)
     if not (able and in_time) or taken or view.seats.succeeded or _hub_ended(view.seats, loss):
@@ -115,7 +115,7 @@ def maybe_created(seats: Seats, begun: int) -> frozenset[int]:
     crash: it is made first, so that little is lost.
     """
     read, status = seats.read, seats.status
-    runs = status.phase == "Running" and status.waiting_for_replacement
+    runs = status.phase == "Running" and status.can_wait_for_replacement
     if not (runs or status.phase == "Starting") or read is None:
         return frozenset()
     part = runs or status.replacing

@@ -122,7 +122,7 @@ def new_attempt(view: View, change: Change, phase: str, delay: float) -> Change:
         attempt=attempt,
         members_since=attempt,
         min_attempt_by_seat={},
-        waiting_for_replacement=False,  # another program may not wait
+        can_wait_for_replacement=False,  # another program may not wait
         serving={},
         template_hash=made_of.template_hash,
         snapshot_hash=made_of.snapshot_hash,

@@ -1,11 +1,11 @@
 """Judge what follows a loss: the job's end, a charged or a free restart, after which delay.
 
-gang/restart.py asks with the loss that cause.py found. A charged restart is the user's doing and
-counts against maxRestarts; a free one (disruption, infrastructure, hardware) against
-maxDisruptions. heal() gives both back after progress: a newer snapshot of ours or, for programs
-with their own files, a newer mtime at spec.restart.progressPath. Without either, time alone heals:
-healAfterSeconds of a gang that runs. All are measured against the stored status. The first value
-reported may be older than the job, so later ones have to be newer than that.
+gang/restart.py asks with the loss that cause.py found, and stores what is charged. A charged
+restart is the user's doing; a free one is disruption, infrastructure, hardware. heal() gives both
+back after progress: a newer snapshot of ours or, for programs with their own files, a newer mtime
+at spec.restart.progressPath. Without either, time alone heals: healAfterSeconds of a gang that
+runs. All are measured against the stored status. The first value reported may be older than the
+job, so later ones have to be newer than that.
 """
 
 from __future__ import annotations

@@ -77,14 +77,14 @@ class Round:
 class Rounds:
     """``count`` rounds of a hub have ended in place; ``known`` tells of the newest.
 
-    ``attempt``: the hub's number. ``waiting_for_replacement``: all its launchers would, or do.
+    ``attempt``: the hub's number. ``can_wait_for_replacement``: all its launchers would, or do.
     ``serving``: the seats of replicas that other pods than their own serve.
     """
 
     attempt: int
     count: int
     known: tuple[Round, ...] = ()
-    waiting_for_replacement: bool = False
+    can_wait_for_replacement: bool = False
     serving: Mapping[int, int] = field(default_factory=dict)
 
 

@@ -257,7 +257,7 @@ class Status:
     """The whole .status. ``phase`` None: no status was ever written.
 
     ``members_since`` is the attempt of the last whole start, ``min_attempt_by_seat`` that of each
-    later replacement. ``waiting_for_replacement``: the gang's launchers would. ``serving``: the
+    later replacement. ``can_wait_for_replacement``: the gang's launchers would. ``serving``: the
     seats of replicas that other pods than their own serve. ``pod_group``: the PodGroup of this
     attempt, or of an earlier one until that is removed; "": there is none. ``unknown``: fields of
     a newer operator, which are kept unless they are large.
@@ -272,7 +272,7 @@ class Status:
     attempt: int = 0
     members_since: int = 0
     min_attempt_by_seat: Mapping[int, int] = field(default_factory=dict)
-    waiting_for_replacement: bool = False
+    can_wait_for_replacement: bool = False
     serving: Mapping[int, int] = field(default_factory=dict)
     pod_group: str = ""
     template_hash: str = ""
@@ -360,7 +360,7 @@ def _fields(status: Status) -> dict[str, Any]:
         "attempt": status.attempt,
         "membersSince": status.members_since,
         "births": ranges.format_pairs(status.min_attempt_by_seat),
-        "holds": status.waiting_for_replacement,
+        "holds": status.can_wait_for_replacement,
         "serving": ranges.format_pairs(status.serving),
         "podGroup": status.pod_group,
         "templateHash": status.template_hash,
@@ -422,7 +422,7 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
         attempt=attempt,
         members_since=since,
         min_attempt_by_seat={r: n for r, n in births.items() if since < n <= attempt},
-        waiting_for_replacement=raw.get("holds") is True,
+        can_wait_for_replacement=raw.get("holds") is True,
         serving=ranges.parse_pairs(raw.get("serving")),
         pod_group=text(raw.get("podGroup"), 253),
         template_hash=text(raw.get("templateHash"), 128),

@@ -254,7 +254,7 @@ def _reports_only(new: Status, old: Status) -> bool:
 
     def decided(status: Status) -> Status:
         rest = replace(status, replicas=st.Replicas(), progress=st.Progress(), serving={})
-        rest = replace(rest, waiting_for_replacement=False)
+        rest = replace(rest, can_wait_for_replacement=False)
         heard = tuple(c for c in rest.conditions if c.type not in ("Silent", "Apart"))
         rest = replace(rest, conditions=heard)
         if old.condition("Stalled") is None:
