@@ -17,7 +17,7 @@ from typing import Final
 
 from ddpjob_operator.core import actions, operators
 from ddpjob_operator.core.actions import ApiFeedback, ConfirmGone, DeletePod, Plan
-from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.capacity import kueue, pod_group, refusals, template_guard
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.gang import barrier, finish, handover, replacement, restart, start
 from ddpjob_operator.core.loss import cause, rounds, verdict
@@ -61,7 +61,7 @@ def _plan(view: View) -> Plan:
             return written
         # Nothing may be left of the job before its quota is given back.
         left = finish.clean_up(view)
-        return left if left.actions else Plan(queue.finish(view))
+        return left if left.actions else Plan(kueue.finish(view))
     change = operators.answer(status, view.feedback, view.clock, _decide(view))
     change = conditions.fill(view, pod_group.update(view, change))
     return conditions.write(view, change) or _act(view)
@@ -120,7 +120,7 @@ def _go_on(view: View, change: Change) -> Change:
 
 def _stalls(view: View, status: Status) -> Iterator[Stall]:
     """List why the gang does not run, the most telling first."""
-    yield from queue.stalls(view)
+    yield from kueue.stalls(view)
     yield from cause.stalls(view)
     yield from pod_group.stalls(view.spec, view.status, view.feedback)
     yield from stalls.of_pods(view)
@@ -157,7 +157,7 @@ def _restart(view: View, change: Change) -> Change | None:
 def _stop(view: View, change: Change) -> Change | None:
     """End the pods of a job that is suspended, or that Kueue does not admit; None: neither."""
     suspends = template_guard.suspends(view)
-    words = "" if suspends else queue.wait(view)
+    words = "" if suspends else kueue.wait(view)
     if not (suspends or words):
         return None
     if _may_be_done(view):
@@ -199,7 +199,7 @@ def _needs_all(view: View) -> bool:
 
 
 def _queue_asks(view: View) -> bool:
-    return queue.needs_proof(view) or (bool(queue.wait(view)) and _may_be_done(view))
+    return kueue.needs_proof(view) or (bool(kueue.wait(view)) and _may_be_done(view))
 
 
 # --- What to do about it ------------------------------------------------------------------
@@ -218,7 +218,7 @@ def _act(view: View) -> Plan:
     if _needs_all(view):
         by_name = template_guard.needs_proof(seats, view.clock) or _queue_asks(view)
         return Plan((ConfirmGone(status.attempt, by_name=by_name),))
-    if status.parked and (todo := queue.parked(view)):
+    if status.parked and (todo := kueue.parked(view)):
         return Plan(todo)
     if seats.loss_unproven or cause.waits_for_read(view):
         return Plan((barrier.read(seats),))
@@ -228,7 +228,7 @@ def _act(view: View) -> Plan:
     todo = () if seats.others else barrier.creations(view)
     todo = todo or view.fence.reads(seats.pods)
     todo = todo or (() if seats.others else handover.reads(view))
-    return Plan(todo or queue.running(view))
+    return Plan(todo or kueue.running(view))
 
 
 def _leave(view: View) -> Plan:

@@ -13,7 +13,7 @@ from typing import Final
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions, render
 from ddpjob_operator.core.actions import Action, ConfirmGone, DeletePod
-from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.capacity import kueue, pod_group, refusals, template_guard
 from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.gang import handover, replacement, restart
 from ddpjob_operator.core.nodes import avoid
@@ -72,7 +72,7 @@ def creations(view: View) -> tuple[Action, ...]:
     if replacement.maybe_created(seats, feedback.begun):
         return ()
     # In a queue each pod is made as its admission says.
-    if (asked := queue.reads(view)) is not None:
+    if (asked := kueue.reads(view)) is not None:
         return asked
     if status.phase == "Running" and not (seats.read and seats.read.begun):
         return ()
@@ -100,7 +100,7 @@ def creations(view: View) -> tuple[Action, ...]:
         # On the volume of now: template_guard.py makes no pods for another.
         saved=max(status.progress.snapshot_step or 0, status.restarts.snapshot_step),
         group=group.name,
-        placements=queue.claim(view).placements,
+        placements=kueue.claim(view).placements,
     )
     refused = view.refusals
     pods = ((r, make(job, view.spec, attempt, r)) for r in due_now)
@@ -117,7 +117,7 @@ def passed(view: View) -> bool:
     passed = _confirmed(view.seats) and not view.seats.others and _delays_over(view)
     if not passed or view.status.replacing:
         return passed
-    return pod_group.ready(view) and not any(queue.stalls(view))
+    return pod_group.ready(view) and not any(kueue.stalls(view))
 
 
 def _confirmed(seats: Seats) -> bool:

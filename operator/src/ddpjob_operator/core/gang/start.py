@@ -17,7 +17,7 @@ from typing import Final
 
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
-from ddpjob_operator.core.capacity import pod_group, queue, refusals, template_guard
+from ddpjob_operator.core.capacity import kueue, pod_group, refusals, template_guard
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.failure_text import describe, initializing, shorten
 from ddpjob_operator.core.gang import barrier, handover, replacement, restart
@@ -264,9 +264,9 @@ def hold(view: View, change: Change, words: str) -> Change:
         elif not template_guard.why(view):
             made_of = {"template_hash": view.spec.template_hash}
             change = change.with_status(**made_of, snapshot_hash=view.spec.snapshot_hash)
-        change = _park(view, change, "Pending", queue.QUEUED, words)
-        change = change.event("Normal", queue.QUEUED, words)
-    reason = queue.QUEUED if view.feedback.workloads is not None else queue.UNAVAILABLE
+        change = _park(view, change, "Pending", kueue.QUEUED, words)
+        change = change.event("Normal", kueue.QUEUED, words)
+    reason = kueue.QUEUED if view.feedback.workloads is not None else kueue.UNAVAILABLE
     stall = next(barrier.undeleted(view), Stall(reason, words))  # it keeps the quota
     return change.condition("Stalled", True, stall.reason, stall.message, view.now)
 

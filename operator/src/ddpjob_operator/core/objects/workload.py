@@ -1,6 +1,6 @@
 """Read and write Kueue's Workload of a job: the object that waits in a queue for quota.
 
-The store keeps one slim record of each, capacity/queue.py decides by it, and
+The store keeps one slim record of each, capacity/kueue.py decides by it, and
 shell/scheduling.py sends what is rendered here. Kueue's own words for conditions and
 reasons are used as they are (v1beta2, pkg/controller/jobframework/reconciler.go). It has no
 finalizer: a job that is gone could not take it off again, and Kueue too gives back the quota of a
