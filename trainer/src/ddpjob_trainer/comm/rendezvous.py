@@ -39,9 +39,9 @@ from ddpjob_trainer.liveness.hang import MEETING_FACTOR
 from ddpjob_trainer.printing import say
 
 # --- gloo's interface -----------------------------------------------------------------------------
-# rendezvous.py calls choose(). gloo listens at the address of the host's name: in a pod the
-# pod's; on the host's network that in the node's /etc/hosts, on Debian and Ubuntu 127.0.1.1,
-# which no other node reaches.
+# For choose_interface(): gloo listens at the address of the host's name: in a pod the pod's; on the
+# host's network that in the node's /etc/hosts, on Debian and Ubuntu 127.0.1.1, which no other node
+# reaches.
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915

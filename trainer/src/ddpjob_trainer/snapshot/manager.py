@@ -37,8 +37,8 @@ from ddpjob_trainer.state.codec import UnstorableError
 from ddpjob_trainer.telemetry.progress import Progress
 
 # --- Origin: the run that made the snapshot -------------------------------------------------------
-# compare() refuses what cannot go on and warns where only the bits are lost. resumed_from() says
-# whose snapshot it is: a job that is deleted and applied again, with another script perhaps,
+# compare_configs() refuses what cannot go on and warns where only the bits are lost. resumed_from()
+# says whose snapshot it is: a job that is deleted and applied again, with another script perhaps,
 # finds those of the first.
 
 Config = Mapping[str, Any]
@@ -105,7 +105,7 @@ def identity_marks(identity: Identity) -> dict[str, Any]:
 def resumed_from(step: int, stored: Config, config: Config) -> Origin:
     """Say what training goes on from; return it for the launcher.
 
-    ``stored``, ``config``: of the snapshot and of this run, with marks(). On rank 0.
+    ``stored``, ``config``: of the snapshot and of this run, with identity_marks(). On rank 0.
     """
     found: Origin = {"step": step}
     uid, mine = stored.get("job"), config.get("job")
@@ -162,7 +162,7 @@ class SnapshotManager:
 
     def __init__(self, settings: SnapshotSettings, world: World, progress: Progress) -> None:
         self._settings = settings
-        self.are_made = settings.directory is not None
+        self.enabled = settings.directory is not None
         self.every = settings.every_steps  # None: rank 0 chooses
         self._interval = Interval() if self.every is None else None
         self._next = 0  # so chosen, the step of the next one, on all ranks alike; 0: unknown
@@ -254,7 +254,7 @@ class SnapshotManager:
 
     def due(self, step: int, *, last: bool) -> bool:
         """Tell whether a snapshot is due after this step."""
-        return self.are_made and (last or self.around(step)[0] == step)
+        return self.enabled and (last or self.around(step)[0] == step)
 
     def around(self, step: int) -> tuple[int, int]:
         """Return the newest step up to this one after which a snapshot is due, and the next one.

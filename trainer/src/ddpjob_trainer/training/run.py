@@ -440,7 +440,7 @@ class Teardown:
         if self._closed:
             return
         loop, process = self.loop, self._process
-        tells = process.world.rank == 0 and process.snapshots.are_made
+        tells = process.world.rank == 0 and process.snapshots.enabled
         if loop is not None and not loop.ended and not process.shutdown.failing and tells:
             say(
                 0,

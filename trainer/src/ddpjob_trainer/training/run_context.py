@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddpjob_trainer.comm.world import World
-from ddpjob_trainer.gradients.elastic import Averaging
+from ddpjob_trainer.gradients.ddp import DdpAveraging
+from ddpjob_trainer.gradients.elastic import ElasticAveraging
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.telemetry.profile import Profiler
 from ddpjob_trainer.telemetry.progress import Progress
@@ -23,7 +24,7 @@ class RunContext:
     shutdown: Shutdown
     progress: Progress
     snapshots: SnapshotManager
-    averaging: Averaging
+    averaging: DdpAveraging | ElasticAveraging  # start.py chooses by the level
     recorder: Recorder
     mismatch: CallMismatch
     replay: Replay

@@ -77,8 +77,8 @@ class SnapshotPolicy:
 
         # All ranks must be in one run before any of them waits for a snapshot.
         facts = {name: config[name] for name in run_config.OF_ALL}
-        made = self._manager.are_made
-        facts |= {"snapshots": made, "snapshots.every": made and (self._manager.every or AUTO)}
+        on = self._manager.enabled
+        facts |= {"snapshots": on, "snapshots.every": on and (self._manager.every or AUTO)}
         self._input.compare(agree(self._process.world, facts, self._input.own))
         self._manager.check(state)
 
@@ -162,7 +162,7 @@ class SnapshotPolicy:
         """
         self._process.progress.plan(done)
         self._exchange.report(all_steps=True)
-        if not self._manager.are_made or not done:
+        if not self._manager.enabled or not done:
             return
         self._manager.wait_durable()
         if self._manager.made >= done:  # as of then: only the word is missing

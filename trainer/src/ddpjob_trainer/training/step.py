@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,18 @@ LEFT_OUT = (
 )
 
 
+class _Work(Protocol):
+    """Updates, which imports this module."""
+
+    exchange: Any  # StepExchange
+
+    def backward(
+        self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
+    ) -> None: ...
+    def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None: ...
+    def commit(self, step: Step) -> None: ...
+
+
 @dataclass(slots=True)
 class Step:
     """Hold one step of the loop: run.steps() yields it, step.commit() ends it.
@@ -31,7 +43,7 @@ class Step:
     ``epoch`` counts from 0 too. Of a stream it is this process's own.
     """
 
-    work: Any  # Updates, which knows this module
+    work: _Work
     index: int
     parts: Sequence[Part]
     batches: Iterator[Any]

@@ -16,7 +16,7 @@ from ddpjob_contract import LEFT_EARLY, ExitCode, ReportKind, Round
 
 CAUSE_WAIT_SECONDS = 2.0
 #: A program without our library may leave its group first, then clean up and print its exception.
-#: Shorter than a launcher's patience with a hub that does not answer (supervisor.py).
+#: Shorter than local_round.py's _ANSWER_SECONDS, its patience with a hub that does not answer.
 _CLEAN_UP_SECONDS = 8.0
 #: One error in the first lines of a script ends all its processes about at once.
 _TOGETHER_SECONDS = 5.0

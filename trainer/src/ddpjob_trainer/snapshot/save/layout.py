@@ -323,10 +323,10 @@ class Draft:
                 " 0, so their parts do not belong together: register(..., per_rank=True) what only"
                 " one rank has"
             )
-        tensors, files, chunks = dict(shapes), [], []
+        tensors, parts, chunks = dict(shapes), [], []
         for report, shared in zip(reports, divide(structure, len(reports)), strict=True):
             name = data_name(self.step, self.nonce, report.rank)
-            files.append(DataFile(name, report.bytes, report.crc32))
+            parts.append(DataFile(name, report.bytes, report.crc32))
             sole = (
                 []
                 if report.rank
@@ -340,5 +340,5 @@ class Draft:
                 Chunk(s.tensor, s.start, s.count, name, key_of(s)) for s in (*spans, *shared)
             ]
         return Manifest(
-            self.step, self.config, tuple(files), tensors, tuple(chunks), self.aliases, self.tree
+            self.step, self.config, tuple(parts), tensors, tuple(chunks), self.aliases, self.tree
         )

@@ -34,8 +34,8 @@ from ddpjob_trainer.training.replay.records import KEY_BYTES, Comparison, Entry,
 from ddpjob_trainer.training.step import Step
 
 # --- Samples --------------------------------------------------------------------------------------
-# replay.py asks for them. What is on a GPU is not waited for: its samples are returned, to travel
-# to the host beside the step's losses.
+# Replay takes them. What is on a GPU is not waited for: its samples are returned, to travel to the
+# host beside the step's losses.
 
 #: Elements that are looked at: of a tensor in a batch, and how many samples of it; of a parameter.
 _ELEMENTS = 512
