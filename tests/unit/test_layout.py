@@ -24,16 +24,16 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 914,
-    "operator/src": 12_137,
-    "trainer/src": 28_426,
-    "tools/src": 5_323,
+    "operator/src": 12_141,
+    "trainer/src": 28_442,
+    "tools/src": 5_325,
     "plugin/src": 5_226,
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_826,
     "tests": 64_995,
 }
-MOST_WORDS = 49_111  # of all pages in docs
+MOST_WORDS = 49_109  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

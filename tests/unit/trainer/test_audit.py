@@ -74,7 +74,7 @@ def astray(begin: int = SAVED, **values: Any) -> Change:
 
 
 def judged(resumed: Gang, **more: Any) -> cause.Verdict:
-    given = {"calm": run(), "killed": run(end=KILLED), "resumed": resumed, **more}
+    given = {"undisturbed": run(), "killed": run(end=KILLED), "resumed": resumed, **more}
     return cause.judge(Runs(**given))
 
 
@@ -178,8 +178,8 @@ def test_rounding_is_no_mistake_and_hides_none(world):
     def change(index: int, step: Step) -> Step:
         return later(index, near(index, step))
 
-    calm, killed = run(world=world), run(end=KILLED, world=world)
-    found = judged(run(change, begin=SAVED, world=world), calm=calm, killed=killed)
+    undisturbed, killed = run(world=world), run(end=KILLED, world=world)
+    found = judged(run(change, begin=SAVED, world=world), undisturbed=undisturbed, killed=killed)
     assert (found.label, [one.kind for one in found.findings]) == (ROUNDING, ["rounding"])
     assert ("DistributedDataParallel" in report.said(found.findings[0])) == (world > 2)
 
@@ -187,26 +187,26 @@ def test_rounding_is_no_mistake_and_hides_none(world):
         new = of_step(index - EPOCH if index >= 30 else index)
         return dataclasses.replace(change(index, step), **new)
 
-    found = judged(run(wrong, begin=SAVED, world=world), calm=calm, killed=killed)
+    found = judged(run(wrong, begin=SAVED, world=world), undisturbed=undisturbed, killed=killed)
     assert found.label == WRONG
     assert [(one.kind, one.step) for one in found.findings] == [("rounding", 16), ("inputs", 31)]
 
 
 def test_what_the_script_does_not_repeat_is_no_fault_of_the_restart():
     by_chance = astray(4, weights=lambda i: f"v{i}")
-    found = judged(run(begin=SAVED), calm=run(by_chance))
+    found = judged(run(begin=SAVED), undisturbed=run(by_chance))
     assert (found.label, found.findings) == (UNKNOWN, ())
     assert "step 5" in report.not_repeated(found)
     # What it did load is judged all the same, by the killed run itself.
     lost = astray(state="", empty=True)
-    found = judged(run(lost, begin=SAVED), calm=run(by_chance))
+    found = judged(run(lost, begin=SAVED), undisturbed=run(by_chance))
     assert (found.label, [one.kind for one in found.findings]) == (WRONG, ["state"])
 
 
 def test_chance_is_not_judged_where_the_script_does_not_repeat_itself():
-    calm = run(astray(4, weights=lambda i: f"v{i}"))
+    undisturbed = run(astray(4, weights=lambda i: f"v{i}"))
     drawn = astray(16, rng=lambda i: {"torch": f"q{i}"})
-    found = judged(run(drawn, begin=SAVED, end=TOTAL + 4), calm=calm)
+    found = judged(run(drawn, begin=SAVED, end=TOTAL + 4), undisturbed=undisturbed)
     assert {one.kind for one in found.findings} == {"rng", "length"}
     assert found.label == UNKNOWN
 
@@ -214,8 +214,8 @@ def test_chance_is_not_judged_where_the_script_does_not_repeat_itself():
 @pytest.mark.parametrize(("end", "label"), [(TOTAL, WRONG), (TOTAL + 2, UNKNOWN)])
 def test_the_number_of_steps_is_judged_where_undisturbed_runs_agree(end, label):
     """Samples are drawn without a seed; ``end``: of a second undisturbed run."""
-    calm, again = run(astray(4)), run(astray(4, weights=lambda i: f"u{i}"), end=end)
-    found = judged(run(begin=SAVED, end=TOTAL + 4), calm=calm, again=again)
+    undisturbed, again = run(astray(4)), run(astray(4, weights=lambda i: f"u{i}"), end=end)
+    found = judged(run(begin=SAVED, end=TOTAL + 4), undisturbed=undisturbed, again=again)
     assert (found.label, [one.kind for one in found.findings]) == (label, ["length"])
 
 
@@ -229,7 +229,7 @@ def test_where_weights_never_change_a_checkpoint_says_where_it_went_on():
         drawn = {"inputs": (f"x {next(drawing)}",), "samples": (), "buffers": {}, "files": files}
         return dataclasses.replace(step, **same, **drawn)
 
-    gangs = {"calm": run(still), "killed": run(still, end=KILLED), "again": run(still)}
+    gangs = {"undisturbed": run(still), "killed": run(still, end=KILLED), "again": run(still)}
     found = judged(run(still, begin=10, end=TOTAL), **gangs)
     assert (found.resumed_after, found.unclear, found.label) == (SAVED, True, WRONG)
     assert found.findings == (Finding("length", 45, facts={"total": TOTAL, "ended": 45}),)
@@ -258,8 +258,8 @@ def test_only_a_torn_file_is_called_half_written():
 def test_a_script_that_repeats_up_to_rounding_resumes_up_to_rounding():
     near = changed(2, gradients=lambda i: f"h{i}", after=lambda i: f"v{i + 1}", norm=2.0000001)
     weights = changed(3, weights=lambda i: f"v{i}")
-    calm = run(lambda i, s: weights(i, near(i, s)))
-    found = judged(run(begin=SAVED), calm=calm)
+    undisturbed = run(lambda i, s: weights(i, near(i, s)))
+    found = judged(run(begin=SAVED), undisturbed=undisturbed)
     assert (found.label, found.findings) == (ROUNDING, ())
 
 
@@ -268,14 +268,14 @@ def test_random_numbers_that_were_drawn_come_before_rounding():
     assert [one.kind for one in judged(run(near, begin=SAVED)).findings] == ["rng"]
     unused = changed(0, rng={"torch": "r"})
     other = changed(rng={"torch": "q"}, outputs=lambda i: (f"z{i}",), loss=3.0)
-    found = judged(run(other, begin=SAVED), calm=run(unused), killed=run(unused, end=KILLED))
+    found = judged(run(other, begin=SAVED), undisturbed=run(unused), killed=run(unused, end=KILLED))
     assert [one.kind for one in found.findings] == ["unseen"], "nothing draws them"
 
 
 def test_a_step_that_not_all_ranks_have_finished_is_not_compared():
     resumed = run(astray(25), begin=SAVED, end=26, world=3)
     whole = (resumed[0], *(dataclasses.replace(one, steps=one.steps[:-1]) for one in resumed[1:]))
-    found = judged(whole, calm=run(world=3), killed=run(end=KILLED, world=3), code=1)
+    found = judged(whole, undisturbed=run(world=3), killed=run(end=KILLED, world=3), code=1)
     assert [(one.kind, one.step) for one in found.findings] == [("crash", 26)]
 
 
@@ -290,7 +290,7 @@ def test_steps_of_equal_weights_are_told_apart_by_what_else_is_loaded():
     """A warm-up from lr 0: the weights of the first steps are those of the beginning."""
     still = changed(0, weights=lambda i: "w0" if i < 4 else f"w{i}",
                     after=lambda i: "w0" if i < 3 else f"w{i + 1}")  # fmt: skip
-    found = judged(run(still, begin=2), calm=run(still), killed=run(still, end=KILLED))
+    found = judged(run(still, begin=2), undisturbed=run(still), killed=run(still, end=KILLED))
     assert (found.label, found.resumed_after) == (RIGHT, 2)
 
 
@@ -305,7 +305,7 @@ def test_weights_of_no_step_are_named():
     fresh = changed(weights="w?", parts=("a?", "b?"), empty=True)
     assert "no step" in report.said(judged(run(fresh, begin=SAVED)).findings[0]), "plain SGD"
     chance = run(changed(0, weights=lambda i: f"x{i}"))  # as they are made without a seed
-    found = judged(run(fresh, begin=SAVED), calm=chance)
+    found = judged(run(fresh, begin=SAVED), undisturbed=chance)
     assert found.findings == (Finding("nothing-loaded", 1),)
 
 
@@ -325,7 +325,7 @@ def test_an_optimizer_that_steps_second_is_not_taken_for_other_samples():
             new |= {"weights": f"1 v{index}", "state": LOST, "empty": index == SAVED + 2}
         return dataclasses.replace(step, **new)
 
-    found = judged(run(lost, begin=SAVED + 1), calm=run(gan), killed=run(gan, end=KILLED))
+    found = judged(run(lost, begin=SAVED + 1), undisturbed=run(gan), killed=run(gan, end=KILLED))
     assert [(one.kind, one.step) for one in found.findings[:2]] == [("weights", 18), ("state", 18)]
 
 
@@ -356,13 +356,13 @@ def test_an_evaluation_between_checkpoint_and_kill_is_not_missed():
         for one in before
     )  # fmt: skip
     killed = tuple(dataclasses.replace(one, steps=one.steps[:KILLED]) for one in only_there)
-    assert judged(after, calm=only_there, killed=killed).label == RIGHT
+    assert judged(after, undisturbed=only_there, killed=killed).label == RIGHT
 
 
 def test_a_rank_that_died_one_step_earlier_is_compared_as_far_as_it_got():
     short = run(end=KILLED, world=3)
     killed = (short[0], dataclasses.replace(short[1], steps=short[1].steps[:-1]), short[2])
-    found = judged(run(begin=SAVED, world=3), calm=run(world=3), killed=killed)
+    found = judged(run(begin=SAVED, world=3), undisturbed=run(world=3), killed=killed)
     assert (found.label, found.killed_after) == (RIGHT, KILLED - 1)
 
 

@@ -351,7 +351,7 @@ def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, r
 def test_a_kill_comes_to_a_gang_that_has_ended_before_its_step(tmp_path):
     """An early end is a difference, to be told as such; where no gate could hold it, an error."""
     driver = at_the_end(tmp_path)
-    driver._await(replace(KILL, step=15))
+    driver._wait_until_due(replace(KILL, step=15))
     with pytest.raises(ProofError, match="training ended before"):
         driver.run([KILL])
 
@@ -376,7 +376,7 @@ def test_the_late_kill_waits_for_the_snapshot_before_it(tmp_path, total, held_at
         story.step = 3
     driver.records.look = look  # type: ignore[method-assign]
     driver.job.running = lambda: True  # type: ignore[method-assign]
-    driver._await(replace(KILL, step=8, saved=True))
+    driver._wait_until_due(replace(KILL, step=8, saved=True))
     assert driver._newest_snapshot() == 5
     assert looks[:6] == [8] * 6, "it stands after step 8"
     assert gate(tmp_path) == held_at

@@ -22,7 +22,7 @@ from ddpjob_contract import NEWEST
 from ddpjob_tools import verb
 from ddpjob_tools.prove import cause, report, samples
 from ddpjob_tools.prove.folder import Source
-from ddpjob_tools.prove.record import Gang, Steps, made
+from ddpjob_tools.prove.record import Gang, Steps, steps_made
 from ddpjob_tools.prove.report import Result
 from ddpjob_tools.prove.run import LOOK_SECONDS, ProofError, Run, environment, launcher
 from ddpjob_trainer.arguments import check_notebook, check_resume, resume_words, whole
@@ -58,7 +58,7 @@ _STARTERS = ("torchrun", "accelerate", "lightning", "deepspeed")
 _TOGETHER_SECONDS = 10.0
 _FEWEST = 3
 #: Findings that chance could make, too: only a second undisturbed run can tell.
-_BY_CHANCE = ("rng", "rounding", "unseen", "length")
+_PERHAPS_CHANCE = ("rng", "rounding", "unseen", "length")
 #: What reading a file says that is not whole.
 _TORN = re.compile(
     r"EOFError|UnpicklingError|BadZipFile|PytorchStreamReader|JSONDecodeError|Ran out of input"
@@ -153,7 +153,7 @@ class End:
     @property
     def steps(self) -> int:
         """Return the steps that all ranks have made."""
-        return made(self.gang)
+        return steps_made(self.gang)
 
 
 class Audit:
@@ -175,22 +175,22 @@ class Audit:
             shutil.rmtree(self._copies, ignore_errors=True)
 
     def _result(self) -> Result:
-        calm = self._undisturbed("undisturbed", "1/3 undisturbed")
-        total, named = made(calm), self._named()
-        epoch = samples.epoch_length(samples.lines(calm))
-        saved = samples.saved_after(calm[0])
+        undisturbed = self._undisturbed("undisturbed", "1/3 undisturbed")
+        total, named = steps_made(undisturbed), self._named()
+        epoch = samples.epoch_length(samples.lines(undisturbed))
+        saved = samples.saved_after(undisturbed[0])
         kill = self._script.kill_after or samples.kill_after(total, saved, epoch)
         if kill >= total:
             raise ConfigError(f"--kill-after {kill}: the run has {total} steps; choose fewer")
-        killed = self._killed(calm, kill)
+        killed = self._killed(undisturbed, kill)
         words = self._resume_words(killed, named)
-        recorded, tail = self._started_again(calm, killed, words)
+        recorded, tail = self._started_again(undisturbed, killed, words)
         verdict = cause.judge(recorded)
         if _hangs_on_chance(verdict):
             again = self._undisturbed("again", "undisturbed once more, to compare")
             verdict = cause.judge(replace(recorded, again=again))
         given = self._script.resume_words, self._script.resume_when
-        return Result(verdict, calm, tuple(saved), epoch, tail, *given)
+        return Result(verdict, undisturbed, tuple(saved), epoch, tail, *given)
 
     # --- The runs ------------------------------------------------------------------------
 
@@ -219,13 +219,14 @@ class Audit:
             )
         return end.gang
 
-    def _killed(self, calm: Gang, kill: int) -> Gang:
+    def _killed(self, undisturbed: Gang, kill: int) -> Gang:
         """Run up to the kill. Refuse a run that did not begin as the first, or ended before."""
         self._source.fill(self._copies)
         end = self._run("killed", f"2/3 to be killed after step {kill}", stop_at=kill)
         first = end.gang[0].steps[0].weights if end.steps else ""
-        later = [i for i, step in enumerate(calm[0].steps) if step.after == first]
-        if (first and first != calm[0].steps[0].weights and later) or not (end.steps or end.code):
+        steps = undisturbed[0].steps
+        later = [i for i, step in enumerate(steps) if step.after == first]
+        if (first and first != steps[0].weights and later) or not (end.steps or end.code):
             after = f"with the weights of step {later[-1] + 1}" if later else "at the end"
             raise ProofError(
                 f"the second run began {after} of the first: the script keeps its checkpoints"
@@ -235,31 +236,31 @@ class Audit:
         if end.code is not None:
             raise ProofError(
                 f"the second run exited on its own (exit code {end.code}) after step {end.steps},"
-                f" before it could be killed after step {kill}: the first took {made(calm)} steps."
-                " Seed what decides its end, or try --kill-after. The end of its output:\n"
-                f"{end.tail}"
+                f" before it could be killed after step {kill}: the first took"
+                f" {steps_made(undisturbed)} steps. Seed what decides its end, or try"
+                f" --kill-after. The end of its output:\n{end.tail}"
             )
         return end.gang
 
     def _started_again(
-        self, calm: Gang, killed: Gang, words: Sequence[str]
+        self, undisturbed: Gang, killed: Gang, words: Sequence[str]
     ) -> tuple[cause.Runs, str]:
         """Start the killed run again, in its folder, until it ends or is as far as the first."""
         stop_after: int | None = self._script.stop_after
         place: list[int] = []
 
         def enough(gang: Gang) -> bool:
-            if stop_after is None or not made(gang):
+            if stop_after is None or not steps_made(gang):
                 return False
             if not place:
-                place.append(cause.resumed_after(calm, killed, gang))
-            return place[0] + made(gang) >= stop_after
+                place.append(cause.resumed_after(undisturbed, killed, gang))
+            return place[0] + steps_made(gang) >= stop_after
 
-        title = f"3/3 killed after step {made(killed)}, started again"
+        title = f"3/3 killed after step {steps_made(killed)}, started again"
         end = self._run("resumed", title, more=words, enough=enough)
         recorded = cause.Runs(
-            calm, killed, end.gang, kept=bool(samples.saved_after(killed[0])), code=end.code or 0,
-            whole=stop_after is None, silent=end.silent,
+            undisturbed, killed, end.gang, kept=bool(samples.saved_after(killed[0])),
+            code=end.code or 0, whole=stop_after is None, silent=end.silent,
             torn=bool(end.code and _TORN.search(end.tail)),
         )  # fmt: skip
         return recorded, end.tail if end.code or end.silent else ""
@@ -283,7 +284,7 @@ class Audit:
         try:
             while run.running():
                 gang = steps.look()
-                self._show(title, made(gang))
+                self._show(title, steps_made(gang))
                 now, counts = time.monotonic(), [len(story.steps) for story in gang]
                 if sum(counts) != seen:
                     seen, since = sum(counts), now
@@ -342,7 +343,7 @@ class Audit:
             files = {path for step in killed[0].steps for path in step.files}
             kept = sorted(path for path in files if (work / path).exists())
             raise ConfigError(
-                f"{what}: not there after the kill at step {made(killed)}; the script has"
+                f"{what}: not there after the kill at step {steps_made(killed)}; the script has"
                 f" written {samples.named(kept[::-1]) or 'nothing'}. Take --kill-after STEP, later,"
                 f" or {NEWEST} in --resume-args and --resume-when GLOB, the checkpoints of which it"
                 " stands for the newest"
@@ -352,8 +353,8 @@ class Audit:
 
 def _hangs_on_chance(verdict: cause.Verdict) -> bool:
     """Return whether another undisturbed run decides; how many steps it makes it always does."""
+    kinds = () if verdict.not_repeated else _PERHAPS_CHANCE
     return any(
-        one.kind == "length"
-        or (not verdict.loose and (one.kind in _BY_CHANCE or one.facts.get("place") == "unknown"))
+        one.kind in ("length", *kinds) or (kinds and one.facts.get("place") == "unknown")
         for one in verdict.findings
     )

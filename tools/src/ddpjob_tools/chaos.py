@@ -92,8 +92,8 @@ class Result:
     launches: int
     restarts: list[int | None]
     pace: Pace
-    calm: str
-    wild: str
+    undisturbed_sha256: str
+    disturbed_sha256: str
     differences: list[str]
 
     @property
@@ -143,7 +143,8 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
 
 def _report(options: argparse.Namespace, folder: Path) -> int:
     result = prove(options, folder)
-    print(f"sha256 undisturbed {result.calm}\nsha256 disturbed   {result.wild}")
+    print(f"sha256 undisturbed {result.undisturbed_sha256}")
+    print(f"sha256 disturbed   {result.disturbed_sha256}")
     for difference in result.differences:
         print(f"  {difference}")
     print(result.verdict, flush=True)
@@ -165,18 +166,18 @@ def _as_json(options: argparse.Namespace, result: Result) -> dict[str, Any]:
         "kills": kills,
         "launches": result.launches,
         "restarts": result.restarts,
-        "undisturbed_sha256": result.calm,
-        "disturbed_sha256": result.wild,
+        "undisturbed_sha256": result.undisturbed_sha256,
+        "disturbed_sha256": result.disturbed_sha256,
         "differences": result.differences,
     }
 
 
 def prove(options: argparse.Namespace, folder: Path) -> Result:
     """Do both runs. Raises ConfigError, ProofError; leaves no process behind."""
-    calm, pace = _undisturbed(options, folder / "undisturbed")
+    undisturbed, pace = _undisturbed(options, folder / "undisturbed")
     _say(
         f"undisturbed: {pace.total_steps} steps of {pace.step_seconds:.3f} s on {options.nproc}"
-        f" ranks, a snapshot every {pace.every}, weights {compare.weights(calm.stories)}"
+        f" ranks, a snapshot every {pace.every}, weights {compare.weights(undisturbed.stories)}"
     )
     kills = plan_kills(
         seed=options.seed, count=options.kills, nproc=options.nproc, total_steps=pace.total_steps,
@@ -197,9 +198,9 @@ def prove(options: argparse.Namespace, folder: Path) -> Result:
         launches=job.attempt,
         restarts=records.restarts(),
         pace=pace,
-        calm=compare.sha256(calm.stories, calm.stories),
-        wild=compare.sha256(records.stories, calm.stories),
-        differences=compare.differences(calm.stories, records.stories),
+        undisturbed_sha256=compare.sha256(undisturbed.stories, undisturbed.stories),
+        disturbed_sha256=compare.sha256(records.stories, undisturbed.stories),
+        differences=compare.differences(undisturbed.stories, records.stories),
     )
     _say(f"disturbed:   {_summary(result.made)}, weights {compare.weights(records.stories)}")
     steps = ", ".join(map(str, result.went_on)) or "-"

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ddpjob_tools.prove import samples
 from ddpjob_tools.prove.compare import CAUSES, COMPARED, Comparison
-from ddpjob_tools.prove.record import Gang, Step, made
+from ddpjob_tools.prove.record import Gang, Step, steps_made
 
 RIGHT: Final = "right"
 ROUNDING: Final = "rounding"
@@ -24,13 +24,13 @@ UNKNOWN: Final = "unknown"
 class Runs:
     """All that was recorded. ``again``: a second undisturbed run, empty when none was made."""
 
-    calm: Gang
+    undisturbed: Gang
     killed: Gang
     resumed: Gang
     again: Gang = ()
     kept: bool = True  # files that can be checkpoints were there at the kill
     code: int = 0  # with which the resumed run ended
-    whole: bool = True  # neither the calm nor the resumed run was cut off
+    whole: bool = True  # neither the undisturbed nor the resumed run was cut off
     silent: bool = False  # the resumed run made no further step, and did not end
     torn: bool = False  # it failed at a file that was not whole
 
@@ -58,7 +58,7 @@ class Verdict:
     resumed_after: int | None
     compared: int = 0
     since: dict[str, int | None] = field(default_factory=dict)
-    loose: tuple[Finding, ...] = ()  # what the script does not repeat even undisturbed
+    not_repeated: tuple[Finding, ...] = ()  # what the script does not repeat even undisturbed
     total: int = 0
     unclear: bool = False  # several steps fit ``resumed_after``: weights did not change
     final: bool | None = None  # whether the last weights are equal; None: not to be compared
@@ -67,17 +67,17 @@ class Verdict:
 def judge(runs: Runs) -> Verdict:
     """Judge what was recorded."""
     runs = _even(runs)
-    killed_after, total = made(runs.killed), made(runs.calm)
-    loose = _loose(runs)
-    wrong = Verdict(WRONG, (), killed_after, None, loose=loose, total=total)
-    if not made(runs.resumed):
+    killed_after, total = steps_made(runs.killed), steps_made(runs.undisturbed)
+    not_repeated = _not_repeated(runs)
+    wrong = Verdict(WRONG, (), killed_after, None, not_repeated=not_repeated, total=total)
+    if not steps_made(runs.resumed):
         return replace(wrong, findings=(_failed(runs, "no-step"),))
     reference = _reference(runs)
     start, findings = _start(reference, runs)
     if start is None:
         return replace(wrong, findings=findings)
-    unsteady = {one.facts["what"] for one in loose}
-    found = Comparison(reference, runs.resumed, start, until=killed_after, only=unsteady)
+    varying = {one.facts["what"] for one in not_repeated}
+    found = Comparison(reference, runs.resumed, start, until=killed_after, only=varying)
     after = _causes(found)
     if start:
         others = [*_other_optimizers(found, killed_after)]
@@ -85,48 +85,48 @@ def judge(runs: Runs) -> Verdict:
         after = others + [one for one in after if (one.kind, one.step) not in known]
     else:  # what follows from it are the same steps once more, or other ones
         after = [one for one in after if one.kind not in ("rounding", "rng", "unseen")]
-    ended = start + made(runs.resumed)
-    label, findings = _label(runs, (*findings, *after, *_end(runs, ended, total)), loose)
+    ended = start + steps_made(runs.resumed)
+    label, findings = _label(runs, (*findings, *after, *_end(runs, ended, total)), not_repeated)
     return replace(
         wrong, label=label, findings=findings, resumed_after=start,
-        compared=min(ended, killed_after if unsteady else total) - start,
+        compared=min(ended, killed_after if varying else total) - start,
         since={what: found.since.get(what) for what in (*COMPARED, "rng")},
         unclear=len(_fitting(reference[0].steps, runs)) > 1,
-        final=_final(found, ended, total) if "after" not in unsteady else None,
+        final=_final(found, ended, total) if "after" not in varying else None,
     )  # fmt: skip
 
 
-def resumed_after(calm: Gang, killed: Gang, resumed: Gang) -> int:
+def resumed_after(undisturbed: Gang, killed: Gang, resumed: Gang) -> int:
     """Return after which step a process that has begun to step went on, 0 if that is unclear."""
-    runs = _even(Runs(calm, killed, resumed))
-    return (_start(_reference(runs), runs)[0] or 0) if made(resumed) else 0
+    runs = _even(Runs(undisturbed, killed, resumed))
+    return (_start(_reference(runs), runs)[0] or 0) if steps_made(resumed) else 0
 
 
 def _even(runs: Runs) -> Runs:
     """Leave out steps that not all ranks have written, and generators that nobody seeds."""
-    pairs = zip(runs.calm, runs.killed, strict=False)
-    begun = [(calm.steps[0].rng, killed.steps[0].rng) for calm, killed in pairs
-             if calm.steps and killed.steps]  # fmt: skip
+    pairs = zip(runs.undisturbed, runs.killed, strict=False)
+    begun = [(one.steps[0].rng, other.steps[0].rng) for one, other in pairs
+             if one.steps and other.steps]  # fmt: skip
     unseeded = {name for one, other in begun for name in one if one[name] != other.get(name)}
 
     def seeded(step: Step) -> Step:
         return replace(step, rng={k: v for k, v in step.rng.items() if k not in unseeded})
 
     def cut(gang: Gang) -> Gang:
-        least = made(gang)
+        least = steps_made(gang)
         return tuple(replace(one, steps=[*map(seeded, one.steps[:least])]) for one in gang)
 
     return replace(
-        runs, calm=cut(runs.calm), killed=cut(runs.killed), resumed=cut(runs.resumed),
+        runs, undisturbed=cut(runs.undisturbed), killed=cut(runs.killed), resumed=cut(runs.resumed),
         again=cut(runs.again),
     )  # fmt: skip
 
 
-def _loose(runs: Runs) -> tuple[Finding, ...]:
+def _not_repeated(runs: Runs) -> tuple[Finding, ...]:
     """Compare runs that nothing disturbed, the killed one up to its kill among them."""
     found: dict[str, Finding] = {}
     for other in (runs.killed, runs.again):
-        pair = Comparison(runs.calm, other)
+        pair = Comparison(runs.undisturbed, other)
         kind = "rounding" if pair.only_rounding() else "chance"
         for what, step in pair.since.items():
             if what not in found and what != "rng":  # random numbers without effect are no loss
@@ -136,12 +136,12 @@ def _loose(runs: Runs) -> tuple[Finding, ...]:
 
 
 def _label(
-    runs: Runs, findings: Sequence[Finding], loose: Sequence[Finding]
+    runs: Runs, findings: Sequence[Finding], not_repeated: Sequence[Finding]
 ) -> tuple[str, tuple[Finding, ...]]:
     """Return the label, and the findings without those that chance explains beside a sure one."""
-    by_chance = any(one.kind != "rounding" for one in loose)
+    by_chance = any(one.kind != "rounding" for one in not_repeated)
     # Whatever else they do not repeat, undisturbed runs may make equally many steps.
-    counts = bool(runs.again) and made(runs.again) == made(runs.calm)
+    counts = bool(runs.again) and steps_made(runs.again) == steps_made(runs.undisturbed)
     excused = {"unseen", "rng", *(() if counts else ("length",))} if by_chance else set[str]()
 
     def chance(one: Finding) -> bool:
@@ -152,7 +152,7 @@ def _label(
         return WRONG, sure
     if by_chance:
         return UNKNOWN, tuple(findings)
-    return ROUNDING if findings or loose else RIGHT, tuple(findings)
+    return ROUNDING if findings or not_repeated else RIGHT, tuple(findings)
 
 
 def _failed(runs: Runs, otherwise: str, step: int = 0) -> Finding:
@@ -163,7 +163,7 @@ def _failed(runs: Runs, otherwise: str, step: int = 0) -> Finding:
 def _end(runs: Runs, ended: int, total: int) -> Iterator[Finding]:
     if runs.code or runs.silent:
         yield _failed(runs, "", ended + 1)
-    elif runs.whole and ended != total and len(runs.resumed) == len(runs.calm):
+    elif runs.whole and ended != total and len(runs.resumed) == len(runs.undisturbed):
         yield Finding("length", ended, facts={"total": total, "ended": ended})
 
 
@@ -177,10 +177,10 @@ def _final(found: Comparison, ended: int, total: int) -> bool | None:
 
 
 def _reference(runs: Runs) -> Gang:
-    """Return what the resumed run should repeat: the killed run, then the calm one."""
+    """Return what the resumed run should repeat: the killed run, then the undisturbed one."""
     return tuple(
-        replace(calm, steps=[*killed.steps, *calm.steps[len(killed.steps) :]])
-        for killed, calm in zip(runs.killed, runs.calm, strict=False)
+        replace(undisturbed, steps=[*killed.steps, *undisturbed.steps[len(killed.steps) :]])
+        for killed, undisturbed in zip(runs.killed, runs.undisturbed, strict=False)
     )
 
 
@@ -194,8 +194,8 @@ def _start(reference: Gang, runs: Runs) -> tuple[int | None, tuple[Finding, ...]
         start = max(saved or fitting, key=lambda i: (steps[i].inputs == first.inputs, i))
         return start, () if start else nothing
     possible = _possible(steps, runs)
-    by_chance = runs.calm[0].steps[0].weights != runs.killed[0].steps[0].weights
-    if by_chance and first.empty and not any(_shared(steps[i], first) for i in possible):
+    not_repeated = runs.undisturbed[0].steps[0].weights != runs.killed[0].steps[0].weights
+    if not_repeated and first.empty and not any(_shared(steps[i], first) for i in possible):
         return None, nothing
     start = max(possible, key=lambda i: (_shared(steps[i], first), *_likeness(steps[i], first)))
     lost = (
@@ -206,7 +206,7 @@ def _start(reference: Gang, runs: Runs) -> tuple[int | None, tuple[Finding, ...]
 
 def _possible(steps: Sequence[Step], runs: Runs) -> list[int]:
     first = runs.resumed[0].steps[0]
-    there = range(min(made(runs.killed) + 1, len(steps)))
+    there = range(min(steps_made(runs.killed) + 1, len(steps)))
     return [i for i in there if steps[i].optimizer == first.optimizer]
 
 
@@ -296,8 +296,8 @@ def _cause(what: str, found: Comparison) -> Finding:
 
 def _samples(found: Comparison, step: int) -> dict[str, Any]:
     """Say where the samples come from, and whether random numbers brought them."""
-    calm, new = samples.lines(found.reference), samples.lines(found.other)
-    facts = samples.place(calm, new[step - 1 - found.start :], step - 1)
+    reference, new = samples.lines(found.reference), samples.lines(found.other)
+    facts = samples.place(reference, new[step - 1 - found.start :], step - 1)
     _, mine, its = next(found.at(step))
     # Random numbers that are those of the step from which the samples come: seeded once more.
     then = found.reference[0].steps[facts["step"] - 1].rng if facts["step"] else {}

@@ -118,10 +118,10 @@ def _parts(rank: int, hashes: dict[str, str], wanted: dict[str, str]) -> dict[st
     return {name: value for name, value in hashes.items() if name not in left_out}
 
 
-def differences(calm: Sequence[RankStory], wild: Sequence[RankStory]) -> list[str]:
+def differences(undisturbed: Sequence[RankStory], disturbed: Sequence[RankStory]) -> list[str]:
     """List the differences, shortened; empty when all is equal."""
     found: list[str] = []
-    for rank, (one, other) in enumerate(zip(calm, wild, strict=True)):
+    for rank, (one, other) in enumerate(zip(undisturbed, disturbed, strict=True)):
         if odd := _odd(one.losses, other.losses):
             found.append(f"rank {rank}: {len(odd)} losses differ, the first after step {odd[0]}")
         if values := _odd(one.reported, other.reported):  # such as evaluations
@@ -146,17 +146,17 @@ def _differing(rank: int, wanted: dict[str, str], ends: Sequence[dict[str, str]]
     return [name for name in names if any(end.get(name) != mine.get(name) for end in theirs)]
 
 
-def _odd(calm: Mapping[Key, object], wild: Mapping[Key, object]) -> list[Key]:
-    return sorted(k for k in calm.keys() | wild.keys() if calm.get(k) != wild.get(k))
+def _odd(one: Mapping[Key, object], other: Mapping[Key, object]) -> list[Key]:
+    return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
 
 
-def sha256(stories: Sequence[RankStory], calm: Sequence[RankStory]) -> str:
-    """Hash all that is compared with the ``calm`` run's."""
+def sha256(stories: Sequence[RankStory], undisturbed: Sequence[RankStory]) -> str:
+    """Hash all that is compared with the undisturbed run's."""
     content = [
         [sorted((step, sorted(values)) for step, values in story.losses.items())]
         + [sorted((*key, *sorted(values)) for key, values in story.reported.items())]
         + [sorted(_parts(rank, end, wanted.hashes[0]).items()) for end in story.hashes[-1:]]
-        for rank, (story, wanted) in enumerate(zip(stories, calm, strict=True))
+        for rank, (story, wanted) in enumerate(zip(stories, undisturbed, strict=True))
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

@@ -83,7 +83,7 @@ class Disturbance:
         for index, kill in enumerate(kills):
             following = kills[index + 1] if index + 1 < len(kills) else None
             self._limit(kill)
-            self._await(kill)
+            self._wait_until_due(kill)
             made = self._make(kill, following)
             self.made.append(made)
             if following is None or not following.restarting:
@@ -162,7 +162,7 @@ class Disturbance:
 
     # --- Killing -------------------------------------------------------------------------
 
-    def _await(self, kill: Kill) -> None:
+    def _wait_until_due(self, kill: Kill) -> None:
         if kill.restarting:
             if not kill.point:
                 self._pause(kill.delay * self._usual_return())

@@ -83,7 +83,7 @@ class Story:
 Gang = tuple[Story, ...]  # by rank
 
 
-def made(gang: Gang) -> int:
+def steps_made(gang: Gang) -> int:
     """Return the steps that all ranks have made."""
     return min((len(story.steps) for story in gang), default=0)
 

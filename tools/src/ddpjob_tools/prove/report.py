@@ -223,7 +223,7 @@ class Result:
     """The verdict and what it rests on. ``tail``: the last output of a run that failed."""
 
     verdict: Verdict
-    calm: Gang
+    undisturbed: Gang
     saved: tuple[int, ...]
     epoch: int | None
     tail: str = ""
@@ -233,9 +233,9 @@ class Result:
 
 def text(result: Result, script: str) -> str:
     """Return the report for a stranger: what was done, the verdict, what differs, the cure."""
-    verdict, head = result.verdict, result.calm[0]
+    verdict, head = result.verdict, result.undisturbed[0]
     versions = ", ".join(f"{name} {version}".strip() for name, version in head.frameworks.items())
-    processes = f"{len(result.calm)} process" + ("es" if len(result.calm) > 1 else "")
+    processes = f"{len(result.undisturbed)} process" + ("es" if len(result.undisturbed) > 1 else "")
     ours = framework(head.frameworks)
     right = verdict.label in (RIGHT, ROUNDING)
     paragraphs = [
@@ -246,7 +246,7 @@ def text(result: Result, script: str) -> str:
           for one in verdict.findings),
         f"  {_LIBRARY}" if verdict.label == WRONG and ours != "ddpjob_trainer" else "",
         f"  {_with(result)}" if result.resume_arguments and right else "",
-        *(f"  {note}" for note in _notes(result.calm)),
+        *(f"  {note}" for note in _notes(result.undisturbed)),
         not_repeated(verdict),
         "\n".join(_table(verdict)) if verdict.since else "",
         result.tail and f"  the end of its output when it was started again:\n{result.tail}",
@@ -255,7 +255,7 @@ def text(result: Result, script: str) -> str:
 
 
 def _story(result: Result) -> Iterator[str]:
-    verdict, epoch, steps = result.verdict, result.epoch, result.calm[0].steps
+    verdict, epoch, steps = result.verdict, result.epoch, result.undisturbed[0].steps
     an_epoch = f", {epoch} in an epoch" if epoch else ""
     kept = f"files written after step {_numbers(result.saved)}"
     kept = kept if result.saved else "no file that can be a checkpoint"
@@ -315,7 +315,7 @@ def _headline(verdict: Verdict) -> str:
 def _where(finding: Finding, result: Result) -> str:
     if not finding.step:
         return ""
-    everywhere = len(finding.ranks) in (0, len(result.calm))
+    everywhere = len(finding.ranks) in (0, len(result.undisturbed))
     ranks = "" if everywhere else f", rank {', '.join(map(str, finding.ranks))}"
     return f"step {finding.step}{ranks}: "
 
@@ -331,20 +331,20 @@ def _with(result: Result) -> str:
     )
 
 
-def _notes(calm: Gang) -> Iterator[str]:
+def _notes(undisturbed: Gang) -> Iterator[str]:
     """Say what a run of several processes shows that do not train one model."""
-    if len({story.steps[0].after for story in calm if story.steps}) > 1:
+    if len({story.steps[0].after for story in undisturbed if story.steps}) > 1:
         yield (
             "the ranks' weights differ after step 1: without DistributedDataParallel each trains by"
             " itself (of a model that is sharded they differ rightly)"
         )
-    if all(step.after == step.weights for story in calm for step in story.steps):
+    if all(step.after == step.weights for story in undisturbed for step in story.steps):
         yield "the weights never change: equal ones prove nothing here"
 
 
 def not_repeated(verdict: Verdict) -> str:
     """Say which first difference two undisturbed runs have, and its cure; "" for none."""
-    for one in verdict.loose:
+    for one in verdict.not_repeated:
         if one.facts["root"]:
             return (
                 f"  not repeated: even undisturbed, {_TITLES[one.facts['what']]} differ from step"
@@ -359,13 +359,13 @@ def not_repeated(verdict: Verdict) -> str:
 def _table(verdict: Verdict) -> Iterator[str]:
     begin = verdict.resumed_after or 0
     yield f"  compared, steps {begin + 1} to {begin + verdict.compared}:"
-    loose = {one.facts["what"] for one in verdict.loose}
+    varying = {one.facts["what"] for one in verdict.not_repeated}
     for what, title in _TITLES.items():
         step = verdict.since[what]
         text = f"differ from step {step} on" if step else "equal"
         if what == "rng" and step and verdict.label in (RIGHT, ROUNDING):
             text += ", without effect"
-        if what in loose:
+        if what in varying:
             text += " (not repeated by the script itself, so compared up to the kill)"
         yield f"    {title:<27}{text}"
     if verdict.final is not None:
@@ -374,13 +374,13 @@ def _table(verdict: Verdict) -> Iterator[str]:
 
 def as_json(result: Result) -> dict[str, Any]:
     """Return the result for machines."""
-    head, verdict = result.calm[0], result.verdict
+    head, verdict = result.undisturbed[0], result.verdict
     ours = framework(head.frameworks)
     return {
         "verdict": verdict.label,
         "framework": ours,
         "versions": {"torch": head.torch, **head.frameworks},
-        "processes": len(result.calm),
+        "processes": len(result.undisturbed),
         "total_steps": verdict.total,
         "epoch_steps": result.epoch,
         "saved_after": list(result.saved),
@@ -389,10 +389,10 @@ def as_json(result: Result) -> dict[str, Any]:
         "final_weights_equal": verdict.final,
         "resume_args": list(result.resume_arguments),
         "resume_when": result.resume_when,
-        "notes": list(_notes(result.calm)),
+        "notes": list(_notes(result.undisturbed)),
         "first_difference": verdict.since,
         "findings": [
             {**asdict(one), "said": said(one), "cure": cure(one, ours)} for one in verdict.findings
         ],
-        "not_repeated": [asdict(one) for one in verdict.loose],
+        "not_repeated": [asdict(one) for one in verdict.not_repeated],
     }

@@ -51,22 +51,22 @@ def epoch_length(run: Sequence[Line]) -> int | None:
     return None
 
 
-def place(calm: Sequence[Line], new: Sequence[Line], at: int) -> dict[str, Any]:
-    """Find ``new``, the data from step index ``at`` on of a resumed run, in the calm run.
+def place(reference: Sequence[Line], new: Sequence[Line], at: int) -> dict[str, Any]:
+    """Find ``new``, a resumed run's data from step index ``at`` on, in the run it should repeat.
 
-    ``place``: begins, repeated, skipped, earlier, later, shuffled or unknown. ``step``: of the calm
+    ``place``: begins, repeated, skipped, earlier, later, shuffled or unknown. ``step``: of that
     run, from 1, in epoch ``from``; 0: found nowhere. ``count``, ``again``, ``missing``: of steps,
     or of samples where they are shuffled.
     """
-    epoch = epoch_length(calm)
+    epoch = epoch_length(reference)
     begin = at // epoch * epoch if epoch else 0
-    end = begin + epoch if epoch else len(calm)
+    end = begin + epoch if epoch else len(reference)
     facts = dict.fromkeys(("step", "again", "missing", "count", "from"), 0)
     facts["epoch"] = at // epoch + 1 if epoch else 0
-    found = [index for index, line in enumerate(calm) if line.key == new[0].key and any(line.key)]
+    found = [i for i, line in enumerate(reference) if line.key == new[0].key and any(line.key)]
     if not found:
-        return {**facts, **_by_samples(calm, new, at, begin, end)}
-    index = max(found, key=lambda one: (_alike(calm, new, one), begin <= one < end,
+        return {**facts, **_by_samples(reference, new, at, begin, end)}
+    index = max(found, key=lambda one: (_alike(reference, new, one), begin <= one < end,
                                         -abs(one - at), one))  # fmt: skip
     facts |= {"step": index + 1, "from": index // epoch + 1 if epoch else 0}
     if not begin <= index < end:
@@ -77,21 +77,21 @@ def place(calm: Sequence[Line], new: Sequence[Line], at: int) -> dict[str, Any]:
     return {**facts, "place": "repeated" if index < at else "skipped"}
 
 
-def _alike(calm: Sequence[Line], new: Sequence[Line], index: int) -> int:
-    both = zip(calm[index : index + _RUN], new, strict=False)
+def _alike(reference: Sequence[Line], new: Sequence[Line], index: int) -> int:
+    both = zip(reference[index : index + _RUN], new, strict=False)
     return sum(one.key == other.key for one, other in both)
 
 
 def _by_samples(
-    calm: Sequence[Line], new: Sequence[Line], at: int, begin: int, end: int
+    reference: Sequence[Line], new: Sequence[Line], at: int, begin: int, end: int
 ) -> dict[str, Any]:
     def of(some: Sequence[Line]) -> set[str]:
         return {sample for line in some for sample in line.samples}
 
-    rest, planned = of(new[: end - at]), of(calm[at:end])
-    if not rest or 2 * len(rest & of(calm)) < len(rest):
+    rest, planned = of(new[: end - at]), of(reference[at:end])
+    if not rest or 2 * len(rest & of(reference)) < len(rest):
         return {"place": "unknown", "count": len(rest)}
-    again, missing = len(rest & of(calm[begin:at])), len(planned - rest)
+    again, missing = len(rest & of(reference[begin:at])), len(planned - rest)
     return {"place": "shuffled", "again": again, "missing": missing, "count": len(rest)}
 
 
