@@ -24,7 +24,7 @@ class Server:
 
     def __init__(self, *there: str, phases: tuple[str, ...] = ("Running", "Succeeded")) -> None:
         self.there, self.phases, self.refuses = there, list(phases), ""
-        self.interrupts, self.config_map = "", {}
+        self.interrupts, self.loses, self.foreign, self.config_map = "", "", False, {}
         self.said: list[str] = []
         self.made: dict[str, Any] = {}
 
@@ -33,24 +33,30 @@ class Server:
             kind, name = words[0].partition(".")[0], words[1]
             if kind == "configmap":
                 return json.dumps(self.config_map) if self.config_map else ""
+            if words[2] == "--ignore-not-found" and "json" in words:
+                return json.dumps(self.job("")) if "DDPJob" in self.made else ""
             if words[2] == "--ignore-not-found":
                 return f"{kind}/{name}" if f"{kind} {name}" in self.there else ""
             return json.dumps(self.job(self.phases.pop(0)))
         body = json.loads(given or "{}")
         what = f"{verb} {body.get('kind') or words[0].partition('.')[0]}"
         self.said.append(what)
-        if what == self.interrupts:
-            raise KeyboardInterrupt
         if what == self.refuses or (what == "create ConfigMap" and self.config_map):
             raise Failure(f"you may not {what}")
         if what == "delete configmap":
             self.config_map = {}
         self.made[body.get("kind", "")] = body
+        if what == self.interrupts:
+            raise KeyboardInterrupt
+        if what == self.loses:
+            raise Failure("unexpected EOF")
         return json.dumps(self.job("") if "DDPJob" in self.made else {})
 
     def job(self, phase: str) -> dict[str, Any]:
         found = plugin.job(phase, version=len(self.phases))
-        found["metadata"]["name"] = self.made["DDPJob"]["metadata"]["name"]
+        found["metadata"] |= self.made["DDPJob"]["metadata"]
+        if self.foreign:
+            del found["metadata"]["annotations"]
         return found
 
 
@@ -159,6 +165,22 @@ def test_ctrl_c_while_the_job_is_made_leaves_none_and_names_it(run, capsys):
     assert "n: removed again" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("foreign", [False, True])
+def test_a_job_is_ours_by_its_mark_where_the_connection_was_lost(run, capsys, foreign):
+    server = Server()
+    server.loses, server.foreign = "create DDPJob", foreign
+    assert run(server, "--name", "n") == int(foreign)
+    assert server.said[-1] == ("create DDPJob" if foreign else "create ConfigMap")
+    assert ("unexpected EOF" in capsys.readouterr().err) == foreign
+
+
+def test_ctrl_c_leaves_a_job_that_another_has_made_meanwhile(run):
+    server = Server()
+    server.interrupts, server.foreign = "create DDPJob", True
+    assert run(server, "--name", "n") == 130
+    assert server.said[-1] == "create DDPJob"
+
+
 @pytest.mark.parametrize("owner", ["n", "other", ""])
 def test_only_a_config_map_of_a_job_of_this_name_is_replaced(run, capsys, owner):
     server = Server()
@@ -245,8 +267,8 @@ def test_the_claim_gets_the_files_alone_and_no_pod_stays(monkeypatch, tmp_path, 
     (folder / "old").mkdir(parents=True)
     job = plugin.job()
     job["spec"]["snapshot"] = {"path": "/s", "volume": {"persistentVolumeClaim": {}}}
-    trainer = {"image": "i", "securityContext": {"x": 1}}
-    job["spec"]["template"] = {"spec": {"securityContext": {"y": 2}, "containers": [trainer]}}
+    pod = {"securityContext": {"runAsUser": 7}, "containers": [{"image": "i"}]}
+    job["spec"]["template"] = {"spec": pod}
     if not works:
         (tmp_path / "tar").write_text("#!/bin/sh\necho no space >&2; exit 2\n")
         (tmp_path / "tar").chmod(0o755)
@@ -263,7 +285,8 @@ def test_the_claim_gets_the_files_alone_and_no_pod_stays(monkeypatch, tmp_path, 
         with pytest.raises(Failure, match="no space"):
             upload.lay(Kubectl(), job, files, str(folder))
     made = json.loads((tmp_path / "pod.json").read_text())["spec"]
-    assert (made["securityContext"], made["containers"][0]["image"]) == ({"y": 2}, "i")
+    assert (made["securityContext"], made["containers"][0]["image"]) == ({"runAsUser": 7}, "i")
+    assert made["containers"][0]["volumeMounts"] == [{"name": "snapshots", "mountPath": "/s"}]
     assert (tmp_path / "deleted").exists()
 
 

@@ -33,7 +33,7 @@ _PAUSE = 0.5
 _SAY_AFTER = 5.0
 #: The kubelet ends it then, whatever became of this command.
 _DEADLINE = 300
-OPEN_SECONDS = 6 * 3600  # of one that files are copied from or to
+_OPEN_SECONDS = 6 * 3600  # of one that files are copied from or to
 #: The one kind of volume that gives its pod nothing of a node, nor of another namespace.
 _CLAIM = "persistentVolumeClaim"
 #: What the pod takes over from the template, and what with --trust-job only.
@@ -114,7 +114,7 @@ def read(kubectl: Kubectl, job: Job, command: Sequence[str], allowed: Consent) -
     body = _agreed(job, command, allowed, by_hand(job))
     name = body["metadata"]["name"]
     with made(kubectl, body, by_hand(job)):
-        phase, body = reached(kubectl, body, by_hand(job), trusted=allowed.trusted)
+        phase, body = _reached(kubectl, body, by_hand(job), trusted=allowed.trusted)
         said = kubectl.read("logs", "-n", job.namespace, name)
     if "hostPath" in (job.spec["snapshot"].get("volume") or {}) and not allowed.node:
         what = f"this is what {body['spec'].get('nodeName', 'a node')} has"
@@ -135,16 +135,25 @@ def opened(kubectl: Kubectl, job: Job, allowed: Consent) -> Iterator[str]:
     if why := refusal(job):
         raise Failure(f"no pod of {job.name} runs, and {why}")
     hand = by_hand(job, "tar c")
-    body = _agreed(job, ["sleep", str(OPEN_SECONDS)], allowed, hand)
-    (container,), spec = body["spec"]["containers"], body["spec"]
-    spec["activeDeadlineSeconds"] = OPEN_SECONDS
-    del container["resources"]["limits"]  # a model may be exported
+    body = _agreed(job, (), allowed, hand)
     # A model has any size: what the node has.
-    _give_scratch(spec, {})
+    _give_scratch(body["spec"], {})
+    with staying(kubectl, body, hand, trusted=allowed.trusted) as name:
+        yield name
+
+
+@contextlib.contextmanager
+def staying(
+    kubectl: Kubectl, body: Object, hand: str, *, trusted: bool = True, patient: bool = False
+) -> Iterator[str]:
+    """Make a pod that waits for commands; yield its name. Raises Failure."""
+    (container,), spec = body["spec"]["containers"], body["spec"]
+    container["command"] = ["sleep", str(_OPEN_SECONDS)]
+    spec["activeDeadlineSeconds"] = _OPEN_SECONDS
+    del container["resources"]["limits"]  # a model may be exported
     with made(kubectl, body, hand):
-        ends = ("Running", "Succeeded", "Failed")
-        name = str(body["metadata"]["name"])
-        phase, _ = reached(kubectl, body, hand, ends, trusted=allowed.trusted)
+        ends, name = ("Running", "Succeeded", "Failed"), str(body["metadata"]["name"])
+        phase, _ = _reached(kubectl, body, hand, ends, trusted=trusted, patient=patient)
         if phase != "Running":
             raise Failure(
                 f"pod {name} does not stay: its image may have no `sleep`; by hand: {hand}"
@@ -214,7 +223,9 @@ def _ask(job: Job, body: Object, allowed: Consent) -> None:
         raise Failure("the pod was not made")
 
 
-def manifest(job: Job, name: str, command: Sequence[str], allowed: Consent) -> Object:
+def manifest(
+    job: Job, name: str, command: Sequence[str], allowed: Consent, *, writes: bool = False
+) -> Object:
     """Build the pod: of what the template asks for only what is named here."""
     snapshot, pod = job.spec["snapshot"], job.spec["template"].get("spec") or {}
     trains, (of_pod, own) = job.trainer, _contexts(job)
@@ -251,14 +262,15 @@ def manifest(job: Job, name: str, command: Sequence[str], allowed: Consent) -> O
         _give_scratch(spec, {"sizeLimit": "1Gi"})
         spec |= _taken(pod, "serviceAccountName") if allowed.trusted else {}
     else:
-        mount = {"name": "snapshots", "mountPath": snapshot["path"], "readOnly": True}
-        container["volumeMounts"] = [mount]
+        mount = {"name": "snapshots", "mountPath": snapshot["path"]}
+        container["volumeMounts"] = [mount if writes else {**mount, "readOnly": True}]
         spec["volumes"] = [{"name": "snapshots", **snapshot["volume"]}]
     if allowed.node:
         selector = spec.get("nodeSelector") or {}
         spec["nodeSelector"] = {**selector, "kubernetes.io/hostname": allowed.node}
-    labels = {"app.kubernetes.io/name": "ddpjob-evidence", "app.kubernetes.io/part-of": "ddpjob"}
-    meta = {"name": name, "namespace": job.namespace, "labels": labels}
+    use = "files" if writes else "evidence"
+    labels = {"app.kubernetes.io/name": f"ddpjob-{use}", "app.kubernetes.io/part-of": "ddpjob"}
+    meta = {"name": name, "labels": labels, **_taken(job.obj["metadata"], "namespace")}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
 
 
@@ -299,13 +311,13 @@ def by_hand(job: Job, command: str = "ddpjob-trainer evidence show") -> str:
     return f"`{command} {path}/{job.name}` in a pod that mounts {what} at {path}"
 
 
-def reached(
+def _reached(
     kubectl: Kubectl,
     body: Object,
     hand: str,
     phases: Sequence[str] = ("Succeeded", "Failed"),
     *,
-    trusted: bool = True,
+    trusted: bool,
     patient: bool = False,
 ) -> tuple[str, Object]:
     """Wait until the pod is in one of the phases; return that and its object. Raises Failure."""

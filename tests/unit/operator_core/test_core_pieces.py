@@ -82,6 +82,15 @@ def test_gpus_that_do_not_fit_or_are_spelt_otherwise_are_refused(nproc, limits, 
         spec.parse({"nprocPerNode": nproc, "template": template, "replicas": 2})
 
 
+@pytest.mark.parametrize("every", [0, -1, 10**9 + 1, "50", "auto", "", True, 1.5, [50], {}])
+def test_steps_between_snapshots_that_are_no_number_are_refused(every):
+    """As the CRD does: an older one let them pass, and Auto is not what they say."""
+    template = {"spec": {"containers": [{"name": "t"}]}}
+    raw = {"template": template, "snapshot": {"volume": {"emptyDir": {}}, "everySteps": every}}
+    with pytest.raises(spec.SpecError, match=r"everySteps: must be Auto or a number from 1 to 1"):
+        spec.parse(raw)
+
+
 def render_pod(template: dict[str, Any], **more: Any) -> dict[str, Any]:
     return rendered(attempt=3, replica=1, template=template, **more)
 

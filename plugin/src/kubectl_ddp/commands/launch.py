@@ -14,8 +14,9 @@ import secrets
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from datetime import UTC, datetime
+from functools import partial
 
 from ddpjob_contract import crd
 from kubectl_ddp import gang
@@ -35,6 +36,7 @@ _DRAWN = 5
 _MOST_NAME = 53
 _SIZE = "10Gi"
 _INTERRUPTED = 130
+_MARK = f"{crd.GROUP}/made-by-run"
 _UNSEEN = 3  # looks within which the operator's first word comes
 
 
@@ -87,21 +89,31 @@ def _created(kubectl: Kubectl, made: Made) -> Job:
         _claim(kubectl, one)
     if made.uploads:
         upload.lay(kubectl, body, made.uploads, made.folder)
-    where: list[str] = []
+    body["metadata"] = {**body["metadata"], "annotations": {_MARK: secrets.token_hex(8)}}
     with contextlib.ExitStack() as undo:
         # Before: the signal may come when the server has it and kubectl has not said so.
-        undo.callback(_remove, kubectl, name, where)
+        undo.callback(_remove, kubectl, body)
         try:
-            job = Job(json.loads(_create(kubectl, body)))
-        except Failure:  # there is none, or another's
-            undo.pop_all()
-            raise
-        where += ["-n", job.namespace]
+            job: Job | None = Job(json.loads(_create(kubectl, body)))
+        except Failure:  # also of a connection that broke when the server had it
+            job = gang.patiently(partial(_ours, kubectl, body))
+            if job is None:
+                undo.pop_all()
+                raise
         for one in (one for one in others if one["kind"] == "ConfigMap"):
             _hold(kubectl, one, job)
         _say(f"{name}: created in namespace {job.namespace}, replicas: {job.replicas}")
         undo.pop_all()
     return job
+
+
+def _ours(kubectl: Kubectl, body: Object) -> Job | None:
+    """Return the job that this command has made, by its mark: another's may have the name."""
+    name, mark = body["metadata"]["name"], body["metadata"]["annotations"]
+    text = kubectl.read("get", DDPJOBS, name, "--ignore-not-found", "-o", "json")
+    found = json.loads(text or '{"metadata": {}}')
+    has = found["metadata"].get("annotations") or {}
+    return Job(found) if mark.items() <= has.items() else None
 
 
 def _claim(kubectl: Kubectl, body: Object) -> None:
@@ -139,13 +151,15 @@ def _create(kubectl: Kubectl, body: Object, *where: str) -> str:
     return kubectl.read("create", *where, "-f", "-", "-o", "json", given=json.dumps(body))
 
 
-def _remove(kubectl: Kubectl, name: str, where: Sequence[str]) -> None:
-    _say(f"{name}: removed again")
-    words = ("--ignore-not-found", "--wait=false")
+def _remove(kubectl: Kubectl, body: Object) -> None:
+    name = body["metadata"]["name"]
     try:
-        kubectl.read("delete", DDPJOBS, name, *where, *words)
+        if job := _ours(kubectl, body):
+            where = ("-n", job.namespace, "--ignore-not-found", "--wait=false")
+            kubectl.read("delete", DDPJOBS, name, *where)
+            _say(f"{name}: removed again")
     except Failure as failure:  # what went wrong before is what matters
-        _say(f"{name} is left: {failure}")
+        _say(f"{name} may be left: {failure}")
 
 
 def _followed(kubectl: Kubectl, job: Job) -> int:

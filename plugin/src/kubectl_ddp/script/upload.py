@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from kubectl_ddp import reader
+from kubectl_ddp.gang import Job
 from kubectl_ddp.kubectl import Failure, Kubectl, Object, judge
+from kubectl_ddp.reader import Consent
 
 _BY_HAND = "docs/start/your-script.md#more-files-a-claim"
 #: Files of an earlier job of this name would stay among these.
@@ -25,14 +27,10 @@ _UNPACK = 'rm -rf "$1" && mkdir -p "$1" && tar x -C "$1"'
 
 def lay(kubectl: Kubectl, job: Object, files: Mapping[str, Path], folder: str) -> None:
     """Copy the files into a folder of the claim; raise Failure."""
-    body = _pod(job)
-    name = body["metadata"]["name"]
-    with reader.made(kubectl, body, _BY_HAND):
-        ends = ("Running", "Succeeded", "Failed")
-        # A node may have to be bought and the image pulled: it says what it waits for.
-        phase, _ = reader.reached(kubectl, body, _BY_HAND, ends, patient=True)
-        if phase != "Running":
-            raise Failure(f"pod {name} {phase.lower()}: has its image `sleep`? By hand: {_BY_HAND}")
+    name = f"{job['metadata']['name']}-files-{secrets.token_hex(3)}"
+    body = reader.manifest(Job(job), name, (), Consent(), writes=True)
+    # A node may have to be bought and the image pulled: it says what it waits for.
+    with reader.staying(kubectl, body, _BY_HAND, patient=True):
         words = ("exec", "-i", name, "--", "sh", "-c", _UNPACK, "sh", folder)
         with (
             tempfile.TemporaryFile("w+", encoding="utf-8") as said,
@@ -62,33 +60,3 @@ def _runs(one: tarfile.TarInfo) -> tarfile.TarInfo:
     """Let a program be started whatever its mode is here, as one of a ConfigMap is."""
     one.mode |= 0o755
     return one
-
-
-def _pod(job: Object) -> Object:
-    """Build it of what the job's own pods are."""
-    of_job, snapshot = job["spec"]["template"]["spec"], job["spec"]["snapshot"]
-    trainer = of_job["containers"][0]
-    name = f"{job['metadata']['name']}-files-{secrets.token_hex(3)}"
-    container = {
-        "name": "files",
-        "image": trainer["image"],
-        "command": ["sleep", str(reader.OPEN_SECONDS)],
-        "securityContext": trainer["securityContext"],
-        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}},
-        "volumeMounts": [{"name": "snapshots", "mountPath": snapshot["path"]}],
-    }
-    spec = {
-        "securityContext": of_job["securityContext"],
-        "restartPolicy": "Never",
-        "activeDeadlineSeconds": reader.OPEN_SECONDS,
-        "automountServiceAccountToken": False,
-        "containers": [container],
-        "volumes": [{"name": "snapshots", **snapshot["volume"]}],
-    }
-    labels = {"app.kubernetes.io/name": "ddpjob-files", "app.kubernetes.io/part-of": "ddpjob"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": name, "labels": labels},
-        "spec": spec,
-    }

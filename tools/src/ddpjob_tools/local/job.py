@@ -230,7 +230,7 @@ class Job:
             every = self.manifest.at("snapshot.everySteps")
             snapshots = Snapshots(
                 directory=str(self.snapshots),
-                every_steps=None if every.value in (None, AUTO) else every.whole(),
+                every_steps=None if every.value in (None, AUTO) else every.whole(1),
                 keep=value("snapshot.keep"),
                 resume=value("snapshot.resume"),
             )

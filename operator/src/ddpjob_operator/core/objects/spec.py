@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from ddpjob_contract import output
-from ddpjob_contract.crd import DEFAULTS, TRAINER_CONTAINER
+from ddpjob_contract.crd import AUTO, DEFAULTS, TRAINER_CONTAINER
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects.compact_spec import Packed, Template
 from ddpjob_operator.core.objects.json_read import (
@@ -29,6 +29,7 @@ from ddpjob_operator.core.objects.json_read import (
 MAX_REPLICAS: Final = 10_000
 MAX_STANDBY: Final = 64
 _PATH_MAX: Final = 512  # as in the CRD
+_MOST_STEPS: Final = 10**9
 
 
 class SpecError(ValueError):
@@ -292,10 +293,16 @@ def _scheduling(raw: Mapping[str, Any], template: Template) -> Scheduling:
 def _snapshot(raw: object) -> Snapshot | None:
     if not isinstance(raw, Mapping):
         return None
+    every = raw.get("everySteps")
+    steps = opt_count(every, _MOST_STEPS + 1)
+    if not steps and every not in (None, AUTO):
+        raise SpecError(
+            f"spec.snapshot.everySteps: must be {AUTO} or a number from 1 to {_MOST_STEPS}"
+        )
     return Snapshot(
         path=text(raw.get("path"), _PATH_MAX) or "/snapshots",
         volume=compact_spec.volume(raw.get("volume")),
-        every_steps=opt_count(raw.get("everySteps"), INT32),
+        every_steps=steps,
         keep=_number(raw, "snapshot.keep"),
         resume=text(raw.get("resume")) or DEFAULTS["snapshot.resume"],
     )
