@@ -24,14 +24,14 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 914,
-    "operator/src": 12_141,
+    "operator/src": 12_148,
     "trainer/src": 28_442,
     "tools/src": 5_325,
-    "plugin/src": 5_226,
+    "plugin/src": 5_079,
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_826,
-    "tests": 64_995,
+    "tests": 65_018,
 }
 MOST_WORDS = 49_109  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

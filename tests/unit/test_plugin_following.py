@@ -19,7 +19,7 @@ Play = Callable[[str, list[Look]], int]
 def play(monkeypatch: pytest.MonkeyPatch) -> Play:
     """Return a function: a command and what the API server has at each look -> exit code."""
     monkeypatch.setattr(gang, "_PAUSE", 0.0)
-    monkeypatch.setattr(podproxy, "read", lambda *_: podproxy.Answers({}))
+    monkeypatch.setattr(podproxy, "read", lambda *_: ({}, ""))
 
     def run(command: str, looks: list[Look]) -> int:
         left = list(looks)

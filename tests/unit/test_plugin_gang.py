@@ -319,7 +319,8 @@ class TestStatus:
         assert events.lines(story, NOW, 80, text.WHOLE)[-1].strip() == "h"
 
     def test_for_programs_there_are_only_numbers_that_json_has(self):
-        say = Report({"step": 9, "loss": float("nan"), "phase": "body"}, 1.767e9, float("inf"))
+        state = b'{"step": 9, "loss": NaN, "phase": "body", "stepsPerSecond": Infinity}'
+        say = gang.understood(state, f"{gang.METRIC_SNAPSHOT_AT} 1.767e9\n".encode())
         members = {0: Member(pod(state={"running": {}}, uid="p"))}
         found = status.facts(job(), members, {0: say})
         assert found["replicas"] == [

@@ -33,10 +33,10 @@ class Server:
             kind, name = words[0].partition(".")[0], words[1]
             if kind == "configmap":
                 return json.dumps(self.config_map) if self.config_map else ""
-            if words[2] == "--ignore-not-found" and "json" in words:
-                return json.dumps(self.job("")) if "DDPJob" in self.made else ""
+            if words[2] == "--ignore-not-found" and "DDPJob" in self.made:
+                return json.dumps(self.job(""))
             if words[2] == "--ignore-not-found":
-                return f"{kind}/{name}" if f"{kind} {name}" in self.there else ""
+                return '{"metadata": {}}' if f"{kind} {name}" in self.there else ""
             return json.dumps(self.job(self.phases.pop(0)))
         body = json.loads(given or "{}")
         what = f"{verb} {body.get('kind') or words[0].partition('.')[0]}"

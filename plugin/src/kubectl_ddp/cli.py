@@ -142,68 +142,71 @@ def parser() -> argparse.ArgumentParser:
         "run", "a script to its end: job, phase, logs, result", launch.run, epilog=_RUN, **raw
     )
     manifest.add(one)
-    one.add_argument("--dry-run", action="store_true", help="print the manifest, create nothing")
+    _option(one, "--dry-run", "print the manifest, create nothing")
     one = add("init", "print the DDPJob manifest for a script", launch.init, epilog=_INIT, **raw)
     manifest.add(one)
     one = add("cp", "results from the job's volume to this machine", cp.run)
     what = "JOB: its output folder; PATH: below the folder of its snapshots; /PATH: as in its pods"
     one.add_argument("source", metavar="JOB[:PATH]", help=what)
     one.add_argument("folder", metavar="DIR", type=Path, help="into this folder")
-    weights = "the weights of its newest snapshot instead, as DIR/model.safetensors"
-    one.add_argument("--weights", action="store_true", help=weights)
+    _option(
+        one, "--weights", "the weights of its newest snapshot instead, as DIR/model.safetensors"
+    )
     _reader(one)
     one = add("status", "all jobs, or one with the table of its gang", status.run)
     one.add_argument("job", nargs="?", metavar="JOB", help="without it: a line for each job")
-    one.add_argument("-A", "--all-namespaces", action="store_true", help="jobs of all namespaces")
-    one.add_argument("-w", "--watch", action="store_true", help="again on change, until it ends")
+    _option(one, "-A,--all-namespaces", "jobs of all namespaces")
+    _option(one, "-w,--watch", "again on change, until it ends")
     one.add_argument("-o", "--output", choices=["json"], help="the job and its pods for programs")
-    _full(one)
+    _option(one, *_FULL)
     about = "The right to get ddpjobs is enough; Events, pods and pods/exec make it better."
-    _why(add("why", "why a job failed, on one page, newest first", why.run, epilog=about))
-    _logs(add("logs", "logs of all replicas, each line with its pod", logs.run))
-    one = add("events", "the story of a job and its pods: Events and failures", events.run)
-    _job(one)
-    _full(one)
-    _job(add("account", "where the job's pod-hours went, its goodput and its end", account.run))
+    one = _of_job(add("why", "why a job failed, on one page, newest first", why.run, epilog=about))
+    _option(one, "--all", "all recorded failures (default: 3)")
+    _option(one, "--html FILE", "write all of it as one page for a browser; -: to stdout")
+    _option(one, "--events FILE", "with --html: draw the curves of this event log of rank 0")
+    what = "where no pod of the job runs, start one for some seconds that reads what launchers kept"
+    _option(one, "--reader", f"{what} beside the snapshots")
+    _reader(one)
+    _logs(_of_job(add("logs", "logs of all replicas, each line with its pod", logs.run)))
+    what = "the story of a job and its pods: Events and failures"
+    _option(_of_job(add("events", what, events.run)), *_FULL)
+    _of_job(add("account", "where the job's pod-hours went, its goodput and its end", account.run))
     right = "Needs the right to create pods/exec, and `ddpjob-trainer run` in the pods."
-    one = add("stacks", "where each process is now: its stacks", pods.stacks, epilog=right)
-    _job(one)
-    _replica(one)
+    one = _of_job(add("stacks", "where each process is now: its stacks", pods.stacks, epilog=right))
+    _option(one, *_REPLICA)
     hung = "those of the last process that hung instead, from each pod; needs get on pods/proxy"
-    one.add_argument("--hung", action="store_true", help=hung)
-    one = add("profile", "a profile of one rank's next steps", pods.profile, epilog=right)
-    _job(one)
-    one.add_argument("--rank", type=int, default=0, metavar="N", help="which one (default: 0)")
-    one.add_argument("--steps", type=int, default=5, metavar="N", help="how many (default: 5)")
-    _job(add("suspend", "remove the pods and keep the job", suspension.suspend))
-    _job(add("resume", "start a suspended job again, from its newest snapshot", suspension.resume))
-    one = add(
-        "snapshots",
-        "the snapshots of a job, looked up in one of its pods",
-        pods.snapshots,
-        epilog="Needs the right to create pods/exec, and an image with ddpjob-trainer.",
-    )
+    _option(one, "--hung", hung)
+    one = _of_job(add("profile", "a profile of one rank's next steps", pods.profile, epilog=right))
+    _option(one, "--rank N", "which one (default: 0)", int, 0)
+    _option(one, "--steps N", "how many (default: 5)", int, 5)
+    _of_job(add("suspend", "remove the pods and keep the job", suspension.suspend))
+    what = "start a suspended job again, from its newest snapshot"
+    _of_job(add("resume", what, suspension.resume))
+    what = "the snapshots of a job, looked up in one of its pods"
+    right = "Needs the right to create pods/exec, and an image with ddpjob-trainer."
+    one = add("snapshots", what, pods.snapshots, epilog=right)
     one.add_argument("verb", nargs="?", choices=["ls"], metavar="ls", help="what it does anyway")
-    _job(one)
+    _of_job(one)
     return top
 
 
-def _why(one: argparse.ArgumentParser) -> None:
-    _job(one)
-    one.add_argument("--all", action="store_true", help="all recorded failures (default: 3)")
-    one.add_argument(
-        "--html", metavar="FILE", help="write all of it as one page for a browser; -: to stdout"
-    )
-    one.add_argument(
-        "--events", metavar="FILE", help="with --html: draw the curves of this event log of rank 0"
-    )
-    one.add_argument(
-        "--reader",
-        action="store_true",
-        help="where no pod of the job runs, start one for some seconds that reads what launchers"
-        " kept beside the snapshots",
-    )
-    _reader(one)
+_FULL = ("--full", "messages whole, not cut after some lines")
+_REPLICA = ("--replica N", "this one only (default: all)", int)
+
+
+def _option(
+    one: argparse._ActionsContainer, words: str, about: str, kind: Any = str, default: Any = None
+) -> None:
+    """Add `--name`, a switch, or `--name VALUE`; both may have a short name before a comma."""
+    names, _, metavar = words.partition(" ")
+    value = {"metavar": metavar, "type": kind, "default": default}
+    how: dict[str, Any] = value if metavar else {"action": "store_true"}
+    one.add_argument(*names.split(","), help=about, **how)
+
+
+def _of_job(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    one.add_argument("job", metavar="JOB", help="name of the DDPJob")
+    return one
 
 
 def _reader(one: argparse.ArgumentParser) -> None:
@@ -212,30 +215,26 @@ def _reader(one: argparse.ArgumentParser) -> None:
         "One of the job's image is made with your rights, for some seconds. It mounts a claim,"
         " read-only, and does not run as root.",
     )
-    group.add_argument("-y", "--yes", action="store_true", help="make it without asking")
-    group.add_argument(
-        "--trust-job",
-        action="store_true",
-        help="let it have what the job's template asks for: a volume of any kind, as a hostPath,"
+    _option(group, "-y,--yes", "make it without asking")
+    trust = (
+        "let it have what the job's template asks for: a volume of any kind, as a hostPath,"
         " uid 0, SELinux options, tolerations, chosen nodes, its service account. Only for a job"
-        " whose owner you would give these",
+        " whose owner you would give these"
     )
-    group.add_argument("--node", metavar="NAME", default="", help="read the hostPath of this node")
+    _option(group, "--trust-job", trust)
+    _option(group, "--node NAME", "read the hostPath of this node", str, "")
 
 
 def _logs(one: argparse.ArgumentParser) -> None:
-    _job(one)
-    _replica(one)
-    one.add_argument("-f", "--follow", action="store_true", help="go on until the job ends")
-    one.add_argument("--tail", type=int, metavar="N", help="last lines of each (default: all)")
-    one.add_argument("--since", metavar="TIME", help="only what is newer: 30s, 5m, 2h")
-    one.add_argument(
-        "--failed", action="store_true", help="the last failure, and the log of its pod"
-    )
+    _option(one, *_REPLICA)
+    _option(one, "-f,--follow", "go on until the job ends")
+    _option(one, "--tail N", "last lines of each (default: all)", int, -1)
+    _option(one, "--since TIME", "only what is newer: 30s, 5m, 2h")
+    _option(one, "--failed", "the last failure, and the log of its pod")
     about = "the pod's log while it is there, else the last lines kept beside the snapshots"
-    one.add_argument("--attempt", type=int, metavar="N", help=f"of attempt N: {about}")
-    one.add_argument("--round", type=int, metavar="N", help="of round N of an attempt")
-    one.add_argument("--rank", type=int, metavar="N", help=f"of process N: {about}")
+    _option(one, "--attempt N", f"of attempt N: {about}", int)
+    _option(one, "--round N", "of round N of an attempt", int)
+    _option(one, "--rank N", f"of process N: {about}", int)
     _reader(one)
 
 
@@ -247,15 +246,3 @@ def _flags() -> argparse.ArgumentParser:
     group.add_argument("--context", metavar="NAME", help="of the kubeconfig")
     group.add_argument("--kubeconfig", metavar="FILE", help="default: $KUBECONFIG, ~/.kube/config")
     return flags
-
-
-def _job(one: argparse.ArgumentParser) -> None:
-    one.add_argument("job", metavar="JOB", help="name of the DDPJob")
-
-
-def _full(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--full", action="store_true", help="messages whole, not cut after some lines")
-
-
-def _replica(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--replica", type=int, metavar="N", help="this one only (default: all)")

@@ -101,11 +101,6 @@ def of_condition(reason: str, job: str) -> str:
     return _OF_CONDITION.get(reason, "").format(job=job)
 
 
-def budget(cls: str) -> str:
-    """Name the budget that a class is charged to where no rule of the user's matches."""
-    return "maxDisruptions" if cls in FREE else "maxRestarts"
-
-
 BUDGETS = {"maxRestarts": "restart", "maxDisruptions": "disruption"}
 _WORDS = {
     "User": "the program ended",
@@ -132,7 +127,8 @@ def charged_to(job: Job, failure: Object) -> str:
         return f"{BUDGETS[charged]} {failure['charge']} of at most {most} ({charged})"
     if job.phase == "Failed" and failure == job.failures[-1]:
         return "nothing: it ended the job"
-    return f"to {budget(str(failure.get('class', '')))}, by its class; see Spent"
+    free = str(failure.get("class", "")) in FREE
+    return f"to {'maxDisruptions' if free else 'maxRestarts'}, by its class; see Spent"
 
 
 def spent(job: Job) -> str:
@@ -180,8 +176,7 @@ def did(job: Job, failure: Object) -> str:
 def forgotten(incident: Incident) -> Object:
     """Make a failure's record from evidence, where the status has none any more."""
     first = incident["first"]
-    code = first.get("code")
-    number = first.get("signal")
+    code, number = first.get("code"), first.get("signal")
     found: Object = {
         "attempt": incident["attempt"],
         "round": incident["round"],

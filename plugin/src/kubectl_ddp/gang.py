@@ -6,6 +6,7 @@ containers: a malformed value counts as absent.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -28,34 +29,36 @@ METRIC_PHASES = "ddpjob_trainer_phase_seconds_total"
 #: In a backward a rank computes gradients and waits for those of others, in an agreement it waits.
 _EXCHANGES = ("backward", "agreement")
 _STEPS = ("data", "forward", *_EXCHANGES, "update", "body", "snapshot", "evaluation")
-_ACTIVITY = re.compile(
-    METRIC_PHASES + r'\{[^}\n]*activity="(\w+)"[^}\n]*\} ([-+.\deE]+)$', re.MULTILINE
-)
-_SAMPLE = re.compile(r"^(\w+)(?:\{[^}\n]*\})? ([-+.\deE]+)$", re.MULTILINE)
+_SAMPLE = re.compile(r"^(\w+)(?:\{([^}\n]*)\})? ([-+.\deE]+)$", re.MULTILINE)
+_ACTIVITY = re.compile(r'activity="(\w+)"')
 #: No trainer counts higher: infinity and numbers of 400 digits are no steps.
 _MOST = 1e18
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A DDPJob as the API server has it."""
+class Named:
+    """An object as the API server has it."""
 
     obj: Object
 
     @property
     def name(self) -> str:
-        """Return the name of the job."""
+        """Return its name."""
         return str(self.obj["metadata"]["name"])
+
+    @property
+    def uid(self) -> str:
+        """Return the uid, which no other object of its name has."""
+        return str(self.obj["metadata"].get("uid", ""))
+
+
+class Job(Named):
+    """A DDPJob."""
 
     @property
     def namespace(self) -> str:
         """Return the namespace of the job and its pods."""
         return str(self.obj["metadata"]["namespace"])
-
-    @property
-    def uid(self) -> str:
-        """Return the uid, which no other job of its name has."""
-        return str(self.obj["metadata"]["uid"])
 
     @property
     def version(self) -> str:
@@ -68,10 +71,14 @@ class Job:
         return dict(self.obj["spec"])
 
     @property
+    def pod(self) -> Object:
+        """Return the template's spec."""
+        return dict(self.spec["template"].get("spec") or {})
+
+    @property
     def trainer(self) -> Object:
         """Return the template's trainer container."""
-        pod = self.spec["template"].get("spec") or {}
-        containers: list[Object] = pod.get("containers") or [{}]
+        containers: list[Object] = self.pod.get("containers") or [{}]
         named = (one for one in containers if one.get("name") == crd.TRAINER_CONTAINER)
         return next(named, containers[0])
 
@@ -103,6 +110,11 @@ class Job:
         others = (seat for seat in range(self.seats) if seat not in serve)
         return [*enumerate(serve), *((None, seat) for seat in others)]
 
+    def true(self, *types: str) -> list[Object]:
+        """Return the conditions of these types that are true."""
+        found = self.status.get("conditions") or []
+        return [one for one in found if one["status"] == "True" and one["type"] in types]
+
     @property
     def failures(self) -> list[Object]:
         """Return the failures, oldest first; without a history the last one alone."""
@@ -116,11 +128,6 @@ class Job:
         wait = self.phase in ("Restarting", "Starting")
         return [replica for replica, birth in births.items() if wait and birth == now]
 
-    @property
-    def on_host(self) -> bool:
-        """Tell whether its pods are on the host's network, where each draws its ports."""
-        return bool((self.spec["template"].get("spec") or {}).get("hostNetwork"))
-
     def page(self, name: str, replica: int, member: Member | None) -> Page:
         """Return the page to ask a replica for, from its pod if there is one."""
         drawn = member.environment(contract.METRICS_PORT) if member else ""
@@ -129,42 +136,29 @@ class Job:
         return Page(self.namespace, f"{self.name}-{replica}", port, name, self.uid)
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Named):
     """The pod of one replica."""
-
-    pod: Object
-
-    @property
-    def name(self) -> str:
-        """Return the name of the pod."""
-        return str(self.pod["metadata"]["name"])
-
-    @property
-    def uid(self) -> str:
-        """Return the uid, which no other pod of its name has."""
-        return str(self.pod["metadata"].get("uid", ""))
 
     @property
     def replica(self) -> int:
         """Return the replica, from 0."""
-        return int(self.pod["metadata"]["labels"][crd.LABEL_REPLICA])
+        return int(self.obj["metadata"]["labels"][crd.LABEL_REPLICA])
 
     @property
     def attempt(self) -> int:
         """Return the attempt that the pod was created for."""
-        return int(self.pod["metadata"]["labels"][crd.LABEL_ATTEMPT])
+        return int(self.obj["metadata"]["labels"][crd.LABEL_ATTEMPT])
 
     @property
     def node(self) -> str:
         """Return the node, empty while it has none."""
-        return str(self.pod["spec"].get("nodeName", ""))
+        return str(self.obj["spec"].get("nodeName", ""))
 
     @property
     def container(self) -> str:
         """Name of the container that trains."""
-        noted = (self.pod["metadata"].get("annotations") or {}).get(crd.ANNOTATION_TRAINER)
-        return str(noted or self.pod["spec"]["containers"][0]["name"])
+        noted = (self.obj["metadata"].get("annotations") or {}).get(crd.ANNOTATION_TRAINER)
+        return str(noted or self.obj["spec"]["containers"][0]["name"])
 
     @property
     def ready(self) -> bool:
@@ -184,14 +178,14 @@ class Member:
     @property
     def state(self) -> str:
         """Name it as `kubectl get pods` does: Running, Terminating, ImagePullBackOff, ..."""
-        if "deletionTimestamp" in self.pod["metadata"]:
+        if "deletionTimestamp" in self.obj["metadata"]:
             return "Terminating"
         if not self.started and self.failed_init:
             return "Init:Error"
         for kind in ("terminated", "waiting"):
             if reason := self._state.get(kind, {}).get("reason"):
                 return str(reason)
-        status = self.pod.get("status") or {}
+        status = self.obj.get("status") or {}
         for condition in status.get("conditions") or []:
             if condition["type"] == "PodScheduled" and condition["status"] == "False":
                 return str(condition.get("reason") or "Pending")
@@ -200,8 +194,8 @@ class Member:
     @property
     def failed_init(self) -> str:
         """Return the name of the init container that failed; empty if none did."""
-        found = (self.pod.get("status") or {}).get("initContainerStatuses") or []
-        inits = self.pod["spec"].get("initContainers") or []
+        found = (self.obj.get("status") or {}).get("initContainerStatuses") or []
+        inits = self.obj["spec"].get("initContainers") or []
         kept = {one["name"] for one in inits if one.get("restartPolicy") == "Always"}
         found = [one for one in found if one["name"] not in kept]
         ends = ((one["name"], (one.get("state") or {}).get("terminated")) for one in found)
@@ -209,16 +203,13 @@ class Member:
 
     def environment(self, name: str) -> str:
         """Return a variable of the trainer container, an empty string without it."""
-        for container in self.pod["spec"]["containers"]:
-            if container["name"] == self.container:
-                for variable in container.get("env") or []:
-                    if variable["name"] == name:
-                        return str(variable.get("value", ""))
-        return ""
+        all_of = (one for one in self.obj["spec"]["containers"] if one["name"] == self.container)
+        env = (one for container in all_of for one in container.get("env") or [])
+        return next((str(one.get("value", "")) for one in env if one["name"] == name), "")
 
     @property
     def _trainer(self) -> Object:
-        found = (self.pod.get("status") or {}).get("containerStatuses") or []
+        found = (self.obj.get("status") or {}).get("containerStatuses") or []
         return next((one for one in found if one["name"] == self.container), {})
 
     @property
@@ -313,8 +304,8 @@ def _is_ours(job: Job, pod: Object) -> bool:
 
 
 def find_first(kubectl: Kubectl, jobs: Iterable[Job], *where: str) -> dict[str, Member]:
-    """Return replica 0's pods on the host's network, by uid of the job."""
-    on_host = {job.uid: job for job in jobs if job.on_host}
+    """Return replica 0's pods on the host's network, where each draws its ports, by job's uid."""
+    on_host = {job.uid: job for job in jobs if job.pod.get("hostNetwork")}
     if not on_host:
         return {}
     found = kubectl.items("pods", *where, "-l", f"{crd.LABEL_REPLICA}=0")
@@ -331,14 +322,12 @@ def ask(
     """
     pods = list(pods)
     pages = [job.page(name, n, member) for job, n, member in pods for name in names]
-    answers = podproxy.read(kubectl, pages)
+    bodies, refusal = podproxy.read(kubectl, pages)
     reports = {}
-    for job, replica, member in pods:
-        parts = {name: answers.bodies.get(job.page(name, replica, member), b"") for name in names}
-        reports[job.namespace, job.name, replica] = understood(
-            parts.get("state", b""), parts.get("metrics", b"")
-        )
-    return reports, answers.refusal
+    for job, n, member in pods:
+        parts = (bodies.get(job.page(name, n, member), b"") for name in ("state", "metrics"))
+        reports[job.namespace, job.name, n] = understood(*parts)
+    return reports, refusal
 
 
 def understood(state: bytes, metrics: bytes) -> Report:
@@ -347,16 +336,25 @@ def understood(state: bytes, metrics: bytes) -> Report:
         body = json.loads(state)
     except (ValueError, RecursionError):
         body = None
-    newest, page = None, metrics.decode(errors="replace")
-    for name, value in _SAMPLE.findall(page):
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        if name == METRIC_SNAPSHOT_AT and abs(number) < _MOST:
-            newest = max(number, newest or 0.0) or None
-    report = Report(with_printed(body), newest, None, *_shares(page))
+    newest, spent = 0.0, dict.fromkeys(_STEPS, 0.0)
+    for name, labels, number in _samples(metrics.decode(errors="replace")):
+        activity = _ACTIVITY.search(labels)
+        if name == METRIC_SNAPSHOT_AT:
+            newest = max(number, newest)
+        elif name == METRIC_PHASES and activity and activity[1] in spent and number >= 0:
+            spent[activity[1]] += number
+    total = sum(spent.values())
+    data = spent["data"] / total if total else None
+    exchange = sum(spent[one] for one in _EXCHANGES) / total if total else None
+    report = Report(with_printed(body), newest or None, None, data, exchange)
     return replace(report, rate=report.number("stepsPerSecond"))
+
+
+def _samples(page: str) -> Iterator[tuple[str, str, float]]:
+    for name, labels, value in _SAMPLE.findall(page):
+        with contextlib.suppress(ValueError):
+            if abs(number := float(value)) < _MOST:
+                yield name, labels, number
 
 
 def with_printed(body: object) -> Mapping[str, Any]:
@@ -364,22 +362,6 @@ def with_printed(body: object) -> Mapping[str, Any]:
     state = body if isinstance(body, dict) else {}
     printed = state.get("printed")
     return {**printed, **state} if isinstance(printed, dict) else state
-
-
-def _shares(metrics: str) -> tuple[float | None, float | None]:
-    """Return the shares of waiting for data, and of the exchange with other ranks."""
-    spent = dict.fromkeys(_STEPS, 0.0)
-    for activity, value in _ACTIVITY.findall(metrics):
-        try:
-            number = float(value)
-        except ValueError:
-            continue
-        if activity in spent and 0 <= number < _MOST:
-            spent[activity] += number
-    total = sum(spent.values())
-    if not total:
-        return None, None
-    return spent["data"] / total, sum(spent[one] for one in _EXCHANGES) / total
 
 
 def moment(text: str | None) -> datetime | None:

@@ -69,11 +69,15 @@ def _pairs(rows: Rows) -> str:
     return f"<dl>{found}</dl>" if found else ""
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
-    """Write a table; with a title it is opened by a click."""
+def _table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], title: str = "", *, boxed: bool = False
+) -> str:
+    """Write a table; with a title it is opened by a click. ``boxed``: each row's colour first."""
     names = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
+    box = '<svg width="12" height="12"><rect class="{}" width="12" height="12"/></svg> ' * boxed
     body = "".join(
-        "<tr>" + "".join(f"<td>{text(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        "<tr><td>" + box.format(text(row[0])) + "</td><td>".join(map(text, row)) + "</td></tr>"
+        for row in rows
     )
     found = f'<div class="wide"><table><tr>{names}</tr>{body}</table></div>'
     return f"<details><summary>{text(title)}</summary>{found}</details>" if title else found
@@ -100,15 +104,12 @@ def _timeline(story: Story) -> Iterator[str]:
             keys.insert(0, f"<li>{bar}a round of processes</li>")
         yield f'<ul class="legend">{"".join(keys)}</ul>'
     if story.rounds:
-        yield _table(
-            ("Attempt", "Round", "From", "To", "Steps", "End"),
-            (
-                (one.attempt, one.round, f"{one.began:%m-%d %H:%M:%S}", f"{one.at:%m-%d %H:%M:%S}",
-                 one.step, one.end)
-                for one in story.rounds
-            ),
-            "The rounds as a table",
-        )  # fmt: skip
+        rows = (
+            (one.attempt, one.round, time(one.began), time(one.at), one.step, one.end)
+            for one in story.rounds
+        )
+        head = ("Attempt", "Round", "From", "To", "Steps", "End")
+        yield _table(head, rows, "The rounds as a table")
 
 
 def _curves(story: Story) -> Iterator[str]:
@@ -120,33 +121,29 @@ def _curves(story: Story) -> Iterator[str]:
         yield drawing.curve(name, story.lines, (min(every), max(every)), height)
     if names:
         yield f"<p>{text(story.source)} A dashed line: training began again there.</p>"
-        yield _table(
-            ("Start", "Number", "Steps", "First", "Last", "Least", "Greatest"),
-            (
-                (one.label, name, f"{points[0][0]:,.0f} to {points[-1][0]:,.0f}",
-                 *(f"{value:.6g}" for value in _extent([value for _, value in points])))
-                for one in story.lines
-                for name, points in one.curves.items()
-            ),
-            "The curves as a table",
-        )  # fmt: skip
+        rows = []
+        for one in story.lines:
+            for name, points in one.curves.items():
+                steps, values = zip(*points, strict=True)
+                shown = f"{steps[0]:,.0f} to {steps[-1]:,.0f}"
+                numbers = (values[0], values[-1], min(values), max(values))
+                rows.append((one.label, name, shown, *(f"{value:.6g}" for value in numbers)))
+        head = ("Start", "Number", "Steps", "First", "Last", "Least", "Greatest")
+        yield _table(head, rows, "The curves as a table")
 
 
-def _extent(values: Sequence[float]) -> tuple[float, ...]:
-    return values[0], values[-1], min(values), max(values)
+def time(moment: datetime) -> str:
+    """Write a time of a table."""
+    return f"{moment:%m-%d %H:%M:%S}"
 
 
 def _shares(story: Story) -> Iterator[str]:
     if story.shares:
         yield drawing.shares([one[:2] for one in story.shares], "Shares of the pods' time")
-        head = "<tr><th>Where</th><th>Pod-time</th><th>Share</th><th>What it is</th></tr>"
-        rows = "".join(
-            f'<tr><td><svg width="12" height="12"><rect class="{text(state)}" width="12"'
-            f' height="12"/></svg> {text(state)}</td><td>{text(time)}</td><td>{share:.1%}</td>'
-            f"<td>{text(words)}</td></tr>"
-            for state, share, time, words in story.shares
-        )
-        yield f'<div class="wide"><table>{head}{rows}</table></div>'
+        rows = [
+            (state, spent, f"{share:.1%}", words) for state, share, spent, words in story.shares
+        ]
+        yield _table(("Where", "Pod-time", "Share", "What it is"), rows, boxed=True)
 
 
 def _failure(one: Failed) -> str:

@@ -49,33 +49,25 @@ class Page:
         return f"/api/v1/namespaces/{self.namespace}/pods/{pod}/proxy/{self.name}?uid={self.uid}"
 
 
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """The pages that came, in ``bodies``, and in ``refusal`` why none could."""
-
-    bodies: dict[Page, bytes]
-    refusal: str = ""
-
-
-def read(kubectl: Kubectl, pages: Iterable[Page]) -> Answers:
-    """Ask for all pages at once; leave out those of silent pods.
+def read(kubectl: Kubectl, pages: Iterable[Page]) -> tuple[dict[Page, bytes], str]:
+    """Ask for all pages at once; return those that came, and why none could.
 
     A proxy that does not start is a refusal, too: pages only add to the status.
     """
     wanted = list(pages)
     if not wanted:
-        return Answers({})
+        return {}, ""
     try:
         with _serving(kubectl) as path, ThreadPoolExecutor(_AT_ONCE) as pool:
             give_up = time.monotonic() + _SECONDS_ALL
             found = list(pool.map(lambda page: _fetch(path, page, give_up), wanted))
     except (Failure, OSError) as error:
-        return Answers({}, str(error))
+        return {}, str(error)
     bodies = {page: body for page, (code, body) in zip(wanted, found, strict=True) if code == 200}
     # A pod, too, may answer 403 and name a right: only the API server's own text counts.
     said = [_message(body) for code, body in found if code == 403]
     ours = next((one for one in said if 'cannot get resource "pods/proxy"' in one), "")
-    return Answers(bodies, "" if bodies else forbidden(ours))
+    return bodies, "" if bodies else forbidden(ours)
 
 
 @contextlib.contextmanager

@@ -93,8 +93,7 @@ def _upload(job: Job) -> Object:
 
 def _contexts(job: Job) -> tuple[Object, Object]:
     """Return the security contexts of the pod and of the container, which goes before."""
-    pod = job.spec["template"].get("spec") or {}
-    return pod.get("securityContext") or {}, job.trainer.get("securityContext") or {}
+    return job.pod.get("securityContext") or {}, job.trainer.get("securityContext") or {}
 
 
 def objection(job: Job) -> str:
@@ -128,10 +127,7 @@ def read(kubectl: Kubectl, job: Job, command: Sequence[str], allowed: Consent) -
 
 @contextlib.contextmanager
 def opened(kubectl: Kubectl, job: Job, allowed: Consent) -> Iterator[str]:
-    """Yield the name of a pod with the volume, and a /tmp, in which to run commands.
-
-    Raises Failure.
-    """
+    """Yield the name of a pod with the volume and a /tmp, to run commands in. Raises Failure."""
     if why := refusal(job):
         raise Failure(f"no pod of {job.name} runs, and {why}")
     hand = by_hand(job, "tar c")
@@ -227,7 +223,7 @@ def manifest(
     job: Job, name: str, command: Sequence[str], allowed: Consent, *, writes: bool = False
 ) -> Object:
     """Build the pod: of what the template asks for only what is named here."""
-    snapshot, pod = job.spec["snapshot"], job.spec["template"].get("spec") or {}
+    snapshot, pod = job.spec["snapshot"], job.pod
     trains, (of_pod, own) = job.trainer, _contexts(job)
     more = ("seLinuxOptions",) if allowed.trusted else ()
     security = _taken(own, *_OF_USER, *more) | {

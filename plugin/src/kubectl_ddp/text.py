@@ -16,6 +16,7 @@ WHOLE = sys.maxsize  # lines of a message
 _GAP = "   "
 _WIDTH = 120  # of output that another program reads, or a person later
 _LEAST_LAST = 36
+_INDENT = 11
 _MOST = 20_000
 _MOST_OF_CELL = 200
 
@@ -64,6 +65,13 @@ def wrapped(text: str, columns: int, most: int) -> list[str]:
         for part in textwrap.wrap(line, columns, drop_whitespace=True)
     ]
     return lines if len(lines) <= most else [*lines[:most], "..."]
+
+
+def row(title: str, text: str, columns: int, most: int, margin: str = "") -> list[str]:
+    """Write a title and a text beside it, wrapped."""
+    parts = wrapped(text, columns - _INDENT - len(margin), most) or [NONE]
+    titles = [f"{title}:", *[""] * (len(parts) - 1)]
+    return [f"{margin}{one:<{_INDENT}}{part}" for one, part in zip(titles, parts, strict=True)]
 
 
 def since(then: datetime | None, now: datetime) -> str:

@@ -18,7 +18,7 @@ from kubectl_ddp.text import clean, duration, table
 
 _BAR = 30
 _PLAIN = re.compile("[0-9]{1,9}")  # as the operator reads a number of GPUs
-LEAST = 0.0005  # of all: less is no line
+_LEAST = 0.0005  # of all: less is no line
 OF_STATES: Mapping[str, str] = {
     "productive": "steps done for the first time",
     "repeated": "steps done again after a resume",
@@ -50,6 +50,12 @@ class Booked:
     sums: Mapping[str, float]
     causes: Mapping[str, float]
     total: float
+
+    @property
+    def states(self) -> list[tuple[str, float]]:
+        """List each state that has a share of the time, and its pod-seconds."""
+        pairs = ((state, self.sums.get(state, 0.0)) for state in LEDGER_STATES)
+        return [(state, seconds) for state, seconds in pairs if seconds / self.total >= _LEAST]
 
 
 def booked(job: Job) -> Booked:
@@ -88,10 +94,8 @@ def lines(job: Job, now: datetime) -> list[str]:
         head.append(f"Unknown:   {sums['unknown'] / total:.1%}: {why}")
     head += _eta(job)
     rows = []
-    for state in LEDGER_STATES:
-        seconds = sums.get(state, 0.0)
-        if seconds / total >= LEAST:
-            rows.append(_row(state, seconds, total, OF_STATES[state]))
+    for state, seconds in found.states:
+        rows.append(_row(state, seconds, total, OF_STATES[state]))
         if state == "recovering":
             rows += [_row(f"  {name}", each, total, "") for name, each in found.causes.items()]
     return [*head, "", *table(["WHERE", "POD-TIME", "SHARE", "", ""], rows)]

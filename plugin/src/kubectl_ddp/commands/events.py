@@ -151,16 +151,12 @@ def _together(found: Iterable[Happening]) -> list[Happening]:
     places: dict[tuple[str, str], int] = {}
     for one in found:
         key = one.reason, one.message
-        place = places.get(key)
-        if (
-            one.order == _OF_POD
-            and place is not None
-            and one.last - result[place].last <= _TOGETHER
-        ):
-            old = result[place]
+        at = places.get(key)
+        if one.order == _OF_POD and at is not None and one.last - result[at].last <= _TOGETHER:
+            old = result[at]
             replicas = tuple(sorted({*old.replicas, *one.replicas}))
             count, first = old.count + one.count, min(old.first, one.first)
-            result[place] = replace(old, last=one.last, first=first, count=count, replicas=replicas)
+            result[at] = replace(old, last=one.last, first=first, count=count, replicas=replicas)
             continue
         if one.order == _OF_POD:
             places[key] = len(result)

@@ -80,7 +80,7 @@ def _say(text: str) -> None:
 def _created(kubectl: Kubectl, made: Made) -> Job:
     *others, body = map(dict, made.objects)
     name = body["metadata"]["name"]
-    if kubectl.read("get", DDPJOBS, name, "--ignore-not-found", "-o", "name").strip():
+    if _found(kubectl, DDPJOBS, name):
         raise Failure(
             f"there is a job {name}: give another --name, or none; or delete that one first"
             f" (kubectl delete ddpjob {name}{kubectl.more}): the new one goes on from its snapshots"
@@ -94,12 +94,13 @@ def _created(kubectl: Kubectl, made: Made) -> Job:
         # Before: the signal may come when the server has it and kubectl has not said so.
         undo.callback(_remove, kubectl, body)
         try:
-            job: Job | None = Job(json.loads(_create(kubectl, body)))
+            job = Job(json.loads(_create(kubectl, body)))
         except Failure:  # also of a connection that broke when the server had it
-            job = gang.patiently(partial(_ours, kubectl, body))
-            if job is None:
+            found = gang.patiently(partial(_ours, kubectl, body))
+            if found is None:
                 undo.pop_all()
                 raise
+            job = found
         for one in (one for one in others if one["kind"] == "ConfigMap"):
             _hold(kubectl, one, job)
         _say(f"{name}: created in namespace {job.namespace}, replicas: {job.replicas}")
@@ -109,17 +110,24 @@ def _created(kubectl: Kubectl, made: Made) -> Job:
 
 def _ours(kubectl: Kubectl, body: Object) -> Job | None:
     """Return the job that this command has made, by its mark: another's may have the name."""
-    name, mark = body["metadata"]["name"], body["metadata"]["annotations"]
-    text = kubectl.read("get", DDPJOBS, name, "--ignore-not-found", "-o", "json")
-    found = json.loads(text or '{"metadata": {}}')
-    has = found["metadata"].get("annotations") or {}
+    mark = body["metadata"]["annotations"]
+    found = _found(kubectl, DDPJOBS, body["metadata"]["name"])
+    has = found["metadata"].get("annotations") or {} if found else {}
     return Job(found) if mark.items() <= has.items() else None
+
+
+def _found(kubectl: Kubectl, *words: str) -> Object:
+    """Return an object, an empty one where there is none."""
+    found: Object = json.loads(
+        kubectl.read("get", *words, "--ignore-not-found", "-o", "json") or "{}"
+    )
+    return found
 
 
 def _claim(kubectl: Kubectl, body: Object) -> None:
     """Make it where it is missing; nothing deletes it: another run may use it at once."""
     name = body["metadata"]["name"]
-    if kubectl.read("get", "pvc", name, "--ignore-not-found", "-o", "name").strip():
+    if _found(kubectl, "pvc", name):
         _say(f"claim {name}: used as it is")
         return
     _create(kubectl, body)
@@ -134,8 +142,7 @@ def _hold(kubectl: Kubectl, body: Object, job: Job) -> None:
     try:
         _create(kubectl, body, *where)
     except Failure:
-        words = ("get", "configmap", name, *where, "--ignore-not-found", "-o", "json")
-        found = json.loads(kubectl.read(*words) or "{}")
+        found = _found(kubectl, "configmap", name, *where)
         if not found:
             raise
         owners = found["metadata"].get("ownerReferences") or [{}]

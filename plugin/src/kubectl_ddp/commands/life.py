@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from ddpjob_contract import LEDGER_STATES
 from ddpjob_contract.evidence import Incident
 from kubectl_ddp import page
 from kubectl_ddp.commands import account
@@ -46,8 +43,12 @@ def story(
     found: Sequence[Incident],
     events: Sequence[Happening],
     notes: Mapping[str, str],
+    log: str | None,
 ) -> Story:
-    """Put together what is known, and why the rest is not."""
+    """Put together what is known, and why the rest is not; raise Failure.
+
+    ``log``: the event log whose curves are drawn instead of those that launchers kept.
+    """
     now = datetime.now(UTC)
     missing: dict[str, str] = {}
     unread = notes.get("Evidence", "")
@@ -57,6 +58,9 @@ def story(
         shares, missing["Ledger"] = [], str(failure)
     ordered = sorted(found, key=lambda one: (one["attempt"], one["round"]))
     lines = [Line(_label(one), curves) for one in ordered if (curves := _curves(one))]
+    source = "As rank 0's launcher saw them, once a second, about a hundred points a round."
+    if log:
+        lines, source = logged(log), f"Of {log}; steps that were done again are drawn again."
     if not found:
         missing["Timeline"] = f"The rounds are not known {unread or 'before a pod has run'}."
     elif len(found) >= _KEPT:
@@ -74,24 +78,16 @@ def story(
         rounds=[_round(one, job, newest=one is ordered[-1], now=now) for one in ordered],
         failures=failures,
         lines=lines,
-        source="As rank 0's launcher saw them, once a second, about a hundred points a round.",
+        source=source,
         shares=shares,
-        events=[
-            (f"{one.last:%m-%d %H:%M:%S}", one.reason, one.message)
-            for one in events[-_MOST_EVENTS:]
-        ],
+        events=[(page.time(one.last), one.reason, one.message) for one in events[-_MOST_EVENTS:]],
         made=now,
         missing=missing,
     )
 
 
-def write(where: str, made: Story, log: str | None) -> int:
-    """Write the page to a file, whole or not at all, or to stdout; raise Failure."""
-    if log:
-        lines = logged(log)
-        source = f"Of {log}; steps that were done again are drawn again."
-        missing = {name: why for name, why in made.missing.items() if name != "Curves" or not lines}
-        made = replace(made, lines=lines, source=source, missing=missing)
+def write(where: str, made: Story) -> int:
+    """Write the page to a file, or to stdout; raise Failure."""
     text = page.write(made)
     if where in ("-", "/dev/stdout"):
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -99,26 +95,11 @@ def write(where: str, made: Story, log: str | None) -> int:
         print(text, end="")
         return 0
     try:
-        _put(Path(where), text)
+        Path(where).write_text(text, encoding="utf-8")
     except OSError as error:
         raise Failure(f"{where} cannot be written: {error.strerror}") from None
     print(f"{where}: {len(made.rounds)} rounds, {len(made.failures)} failures")
     return 0
-
-
-def _put(path: Path, text: str) -> None:
-    if path.is_symlink() or (path.exists() and not path.is_file()):  # a device is not replaced
-        path.write_text(text, encoding="utf-8")
-        return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    file = beside.open("x", encoding="utf-8")
-    try:
-        with file:
-            file.write(text)
-        beside.replace(path)
-    except BaseException:
-        beside.unlink()
-        raise
 
 
 def _curves(one: Incident) -> dict[str, Points]:
@@ -164,13 +145,11 @@ def _figures(job: Job, now: datetime) -> page.Rows:
 def _shares(job: Job) -> list[tuple[str, float, str, str]]:
     found = account.booked(job)
     causes = ", ".join(f"{name} {account.hours(each)}" for name, each in found.causes.items())
-    shares = []
-    for state in LEDGER_STATES:
-        seconds = found.sums.get(state, 0.0)
-        words = account.OF_STATES[state] + (f": {causes}" if state == "recovering" else "")
-        if seconds / found.total >= account.LEAST:
-            shares.append((state, seconds / found.total, account.hours(seconds), words))
-    return shares
+    words = {**account.OF_STATES, "recovering": f"{account.OF_STATES['recovering']}: {causes}"}
+    return [
+        (state, seconds / found.total, account.hours(seconds), words[state])
+        for state, seconds in found.states
+    ]
 
 
 # --- The event log ------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -72,9 +73,8 @@ def _of(members: Mapping[int, Member]) -> str:
 
 
 def _how_much(options: argparse.Namespace) -> list[str]:
-    # kubectl would show the last ten lines of each.
-    words = [f"--tail={-1 if options.tail is None else options.tail}"]
-    return [*words, *([f"--since={options.since}"] if options.since else [])]
+    # Without a number kubectl would show the last ten lines of each.
+    return [f"--tail={options.tail}", *([f"--since={options.since}"] if options.since else [])]
 
 
 def follow(
@@ -198,24 +198,26 @@ def _past(
     for name in ("follow", "since", "replica", "failed"):
         if getattr(options, name) not in (None, False):
             raise Failure(f"--{name} does not go with --attempt, --round or --rank: leave it out")
+    words = ["show"]
     for name in ("attempt", "round", "rank"):
-        if (getattr(options, name) or 0) < 0:
-            raise Failure(f"--{name} {getattr(options, name)}: a number from 0")
+        number = getattr(options, name)
+        if number is not None and number < 0:
+            raise Failure(f"--{name} {number}: a number from 0")
+        words += [] if number is None else [f"--{name}", str(number)]
     member = _living(job, members, options)
     if member is not None:
         return _of_pod(kubectl, job, member, options)
-    words = ["show"]
-    for name in ("attempt", "round", "rank"):
-        if getattr(options, name) is not None:
-            words += [f"--{name}", str(getattr(options, name))]
-    number = -1 if options.rank is None else number_of(job, options.rank // processes(members))
+    seat = -1 if options.rank is None else number_of(job, options.rank // processes(members))
     allowed = reader.consent(options)
-    text = evidence.read(kubectl, job, members, *words, seat=number, allowed=allowed)
-    lines = text.splitlines()
-    tail = len(lines) if options.tail is None else max(0, options.tail)
-    for line in lines[len(lines) - tail :]:
-        print(clean(line))
+    text = evidence.read(kubectl, job, members, *words, seat=seat, allowed=allowed)
+    _print_last(map(clean, text.splitlines()), options.tail)
     return 0
+
+
+def _print_last(lines: Iterable[str], tail: int) -> None:
+    """Print the last lines; by a negative number, as kubectl has it, all."""
+    for line in deque(lines, None if tail < 0 else tail):
+        print(line)
 
 
 def _living(job: Job, members: Mapping[int, Member], options: argparse.Namespace) -> Member | None:
@@ -252,16 +254,10 @@ def processes(members: Mapping[int, Member]) -> int:
 def _of_pod(kubectl: Kubectl, job: Job, member: Member, options: argparse.Namespace) -> int:
     """Print the pod's log, of several processes the lines of one."""
     where = ("-n", job.namespace, member.name, "-c", member.container)
-    nproc = int(member.environment("PET_NPROC_PER_NODE") or 1)
-    tail = -1 if options.tail is None else options.tail
-    if nproc == 1:
-        kubectl.show("logs", *where, f"--tail={tail}")
+    if processes({0: member}) == 1:
+        kubectl.show("logs", *where, f"--tail={options.tail}")
         return 0
     mark = f"[rank {options.rank}] "
-    lines = [
-        line.removeprefix(mark)
-        for line in kubectl.read("logs", *where).splitlines()
-        if line.startswith(mark)
-    ]
-    print("\n".join(lines if tail < 0 else lines[len(lines) - min(tail, len(lines)) :]))
+    lines = kubectl.read("logs", *where).splitlines()
+    _print_last((one.removeprefix(mark) for one in lines if one.startswith(mark)), options.tail)
     return 0

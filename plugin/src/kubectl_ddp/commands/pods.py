@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from subprocess import PIPE
 
+from ddpjob_contract import SNAPSHOT_DIR
 from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import gang, reader
 from kubectl_ddp.commands import logs
@@ -66,17 +67,13 @@ def profile(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if member is None or not member.running:
         raise Failure(f"no pod of {job.name} runs rank {options.rank}")
     words = ("--rank", str(options.rank), "--steps", str(options.steps))
-    path = clean(_in_pod(kubectl, job, member, "profile", *words).strip())
+    path = clean(kubectl.read(*_exec(job, member, "profile", *words)).strip())
     print(path)
     print(
         f"`kubectl ddp cp {job.name}:{path} DIR` brings it; ui.perfetto.dev shows it",
         file=sys.stderr,
     )
     return 0
-
-
-def _in_pod(kubectl: Kubectl, job: Job, member: Member, *words: str) -> str:
-    return kubectl.read(*_exec(job, member, *words))
 
 
 def _exec(job: Job, member: Member, *words: str) -> tuple[str, ...]:
@@ -108,17 +105,12 @@ def _hung(kubectl: Kubectl, job: Job, members: Mapping[int, Member], wanted: set
     reports, refusal = gang.ask(kubectl, alive, "state")
     if refusal:
         raise Failure(refusal)
-    silent = [
-        members[replica].name for (_, _, replica), report in reports.items() if not report.state
-    ]
-    shown = 0
-    for (_, _, replica), report in reports.items():
-        if stacks := report.text("stacks"):
-            place = f"attempt {report.number('attempt'):g}" if report.number("attempt") else ""
-            print(f"--- {members[replica].name}, {place}: the last process that hung")
-            print(clean(stacks).rstrip(), end="\n\n")
-            shown += 1
-    if shown:
+    hung = {n: report for (_, _, n), report in reports.items() if report.text("stacks")}
+    for n, report in hung.items():
+        place = f"attempt {report.number('attempt'):g}" if report.number("attempt") else ""
+        print(f"--- {members[n].name}, {place}: the last process that hung")
+        print(clean(report.text("stacks")).rstrip(), end="\n\n")
+    if hung:
         return 0
     for failure in reversed(job.failures):
         if failure.get("class") == "Hang" and failure.get("replica") in wanted:
@@ -128,7 +120,7 @@ def _hung(kubectl: Kubectl, job: Job, members: Mapping[int, Member], wanted: set
             )
             print(clean(failure.get("message", "")))
             return 0
-    if silent:
+    if silent := [members[n].name for (_, _, n), report in reports.items() if not report.state]:
         raise Failure(
             f"no answer from {', '.join(silent)}: the launcher may be starting, or gone; pods of"
             " torchrun or python have none, and so no stacks: `ddpjob-trainer run` is one"
@@ -143,9 +135,6 @@ def _hung(kubectl: Kubectl, job: Job, members: Mapping[int, Member], wanted: set
     return 0
 
 
-_DIRECTORY = "DDPJOB_SNAPSHOT_DIR"
-
-
 def snapshots(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print the list; raises Failure."""
     job = gang.find_job(kubectl, options.job)
@@ -155,9 +144,8 @@ def snapshots(kubectl: Kubectl, options: argparse.Namespace) -> int:
     alive = [member for _, member in sorted(members.items()) if member.running]
     if not alive:
         raise Failure(_without_pods(job))
-    member = alive[0]
-    listed = _in_pod(kubectl, job, member, "snapshot", "ls", member.environment(_DIRECTORY))
-    for line in listed.splitlines():
+    words = ("snapshot", "ls", alive[0].environment(SNAPSHOT_DIR))
+    for line in kubectl.read(*_exec(job, alive[0], *words)).splitlines():
         print(clean(line))  # the job's image may print what it likes
     return 0
 

@@ -15,9 +15,8 @@ from ddpjob_contract.crd import TERMINAL_PHASES
 from kubectl_ddp import gang
 from kubectl_ddp.gang import Job, Member, Report, moment
 from kubectl_ddp.kubectl import DDPJOBS, Failure, Kubectl, Object
-from kubectl_ddp.text import NONE, WHOLE, clean, duration, since, table, width, wrapped
+from kubectl_ddp.text import NONE, WHOLE, clean, duration, row, since, table, width
 
-_INDENT = 11
 _LINES = 4  # of a message
 FAILED = 3  # exit code of a job's end
 _NUMBERS = ("round", "step", "totalSteps", "loss", "samplesPerSecond", "snapshotStep")
@@ -109,11 +108,8 @@ def facts(job: Job, members: Mapping[int, Member], reports: Mapping[int, Report]
             one |= {"state": member.state, "ready": member.ready}
         report = reports.get(n, Report())
         one |= {name: report.number(name) for name in _NUMBERS}
-        rest = Report(
-            {"rate": report.rate, "at": report.snapshot_at}
-        )  # finite: JSON has no infinity
-        one |= {"phase": report.text("phase"), "stepsPerSecond": rest.number("rate")}
-        one |= {"snapshotTimestampSeconds": rest.number("at")}
+        one |= {"phase": report.text("phase"), "stepsPerSecond": report.rate}
+        one |= {"snapshotTimestampSeconds": report.snapshot_at}
         one |= {"dataShare": report.data, "exchangeShare": report.exchange}
         replicas.append({key: value for key, value in one.items() if value not in (None, "")})
     return {"job": job.obj, "replicas": replicas}
@@ -130,7 +126,7 @@ def job_row(job: Job, report: Report, now: float) -> list[str]:
         _restarts(status.get("restarts") or {}),
         _step(progress),
         _number(Report(progress).number("loss")),
-        NONE if report.snapshot_at is None else duration(now - report.snapshot_at),
+        _kept_since(report, now),
     ]
 
 
@@ -145,11 +141,7 @@ def head_lines(
     # For a failed job Stalled repeats the same, for tools that deploy.
     troubles = ("Invalid", "Stalled", "Straggling", "Silent", "Apart")
     worth = ("Failed",) if job.phase == "Failed" else troubles
-    lines += [
-        (one["type"], f"{one['reason']}: {one['message']}")
-        for one in status.get("conditions") or []
-        if one["status"] == "True" and one["type"] in worth
-    ]
+    lines += [(one["type"], f"{one['reason']}: {one['message']}") for one in job.true(*worth)]
     timings = status.get("timings") or {}
     ended = moment(timings.get("completedAt"))
     if started := moment(timings.get("startedAt")):
@@ -180,12 +172,7 @@ def head_lines(
         lines.append(("Began", f"from {origin}"))
     if last := status.get("lastFailure"):
         lines.append(("Failure", f"{failure_line(last, now)}\n{_gist(last, most)}".rstrip("\n")))
-    shown = []
-    for title, text in lines:
-        parts = wrapped(text, columns - _INDENT, most) or [NONE]
-        shown.append(f"{title + ':':<{_INDENT}}{parts[0]}")
-        shown += [" " * _INDENT + part for part in parts[1:]]
-    return shown
+    return [line for title, text in lines for line in row(title, text, columns, most)]
 
 
 def gang_table(
@@ -198,29 +185,22 @@ def gang_table(
     for replica, seat in job.places:
         member, report = members.get(seat), reports.get(seat, Report())
         who = "standby" if replica is None else str(replica)
-        place = (
-            [member.node or NONE, member.state, "yes" if member.ready else "no"]
-            if member
-            else [NONE, NONE, NONE]
-        )
-        rows.append(
-            [
-                who if replica == seat else f"{who} (pod {seat})",
-                *place,
-                _number(report.number("round")),
-                _place(report, job.phase),
-                NONE
-                if report.rate is None or _age(report.state, now) > _STALE
-                else f"{report.rate:.3g}",
-                _share(report.data),
-                _share(report.exchange),
-                NONE
-                if report.snapshot_at is None
-                else duration(now.timestamp() - report.snapshot_at),
-                _brief(last[seat], now) if seat in last else NONE,
-            ]
-        )
+        place = [NONE, NONE, NONE]
+        if member:
+            place = [member.node or NONE, member.state, "yes" if member.ready else "no"]
+        rate = None if _age(report.state, now) > _STALE else report.rate
+        rows.append((
+            who if replica == seat else f"{who} (pod {seat})", *place,
+            _number(report.number("round")), _place(report, job.phase),
+            NONE if rate is None else f"{rate:.3g}", _share(report.data), _share(report.exchange),
+            _kept_since(report, now.timestamp()),
+            _brief(last[seat], now) if seat in last else NONE,
+        ))  # fmt: skip
     return table((*head, "SNAPSHOT", "LAST FAILURE"), rows)
+
+
+def _kept_since(report: Report, now: float) -> str:
+    return NONE if report.snapshot_at is None else duration(now - report.snapshot_at)
 
 
 def _share(part: float | None) -> str:

@@ -11,22 +11,21 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from signal import SIGKILL
 
-from ddpjob_contract.evidence import Incident
+from ddpjob_contract.evidence import Incident, RankEnd
 from kubectl_ddp import cures, evidence, gang, reader
 from kubectl_ddp.commands import events, life
 from kubectl_ddp.commands.events import Happening
 from kubectl_ddp.drawing import Failed
 from kubectl_ddp.gang import Job, moment
 from kubectl_ddp.kubectl import Failure, Kubectl, Object
-from kubectl_ddp.text import NONE, clean, duration, ranges, since, width, wrapped
+from kubectl_ddp.text import NONE, clean, duration, ranges, row, since, width
 
 _SHOWN = 3  # failures
-_INDENT = 11
+_MARGIN = "   "
 _LINES = 12  # of a log, of a failure
 _MOST = 300  # characters of such a line
 #: Clocks of nodes and of the operator differ, and a lost node is noticed late.
 _NEAR = timedelta(seconds=180)
-_UNKNOWN: Incident = {}
 _CREATING = "ContainerCreating"
 
 
@@ -35,7 +34,7 @@ class Case:
     """One failure: the operator's record, what launchers kept of that round, and Events."""
 
     failure: Object
-    incident: Incident | None
+    incident: Incident  # empty where they kept none
     pods: Mapping[str, int]  # that served in that round, or at that time, and their replicas
     charged: str
     again: datetime | None  # when training ran on
@@ -44,8 +43,14 @@ class Case:
     def at(self) -> datetime:
         """Return when it was seen."""
         seen = moment(self.failure.get("detectedAt")) or datetime.now(UTC)
-        wrote = moment(self.incident["at"]) if self.incident else None
+        wrote = moment(self.incident.get("at"))
         return min(seen, wrote) if wrote else seen  # the operator may see it seconds later
+
+    @property
+    def first(self) -> RankEnd:
+        """Return the launchers' first process that ended, if it is of the operator's pod."""
+        own = self.failure.get("pod", "") in ("", self.incident.get("firstPod"))
+        return self.incident.get("first", {}) if own else {}
 
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
@@ -66,8 +71,9 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     known = cases(job, story, found, everything=options.all or bool(options.html))
     if options.html:
         failed = [_failed(job, case, number) for number, case in enumerate(known, 1)]
-        made = life.story(job, failed, list(facts(job, found, warned)), found, story, notes)
-        return life.write(options.html, made, options.events)
+        of_job = list(facts(job, found, warned))
+        made = life.story(job, failed, of_job, found, story, notes, options.events)
+        return life.write(options.html, made)
     shown = known if options.all else known[:_SHOWN]
     lines = [*head(job, found, datetime.now(UTC), width(), warned), ""]
     for number, case in enumerate(shown, 1):
@@ -98,10 +104,8 @@ def _incidents(
 
 def true(job: Job) -> list[Object]:
     """Return the conditions that keep it from training, but for what one of them repeats."""
-    bad = {"Invalid", "Stalled", "Failed", "Silent", "Apart"}
-    bad -= {"Stalled"} if job.phase == "Failed" else set()
-    conditions = job.status.get("conditions") or []
-    return [one for one in conditions if one["status"] == "True" and one["type"] in bad]
+    stalled = () if job.phase == "Failed" else ("Stalled",)
+    return job.true("Invalid", "Failed", "Silent", "Apart", *stalled)
 
 
 def head(
@@ -112,7 +116,7 @@ def head(
     lines = [
         f"{job.namespace}/{job.name} is {job.phase or 'not seen yet by the operator'}{attempt}"
     ]
-    lines += [line for row in facts(job, found, warned) for line in _row(*row, columns)]
+    lines += [line for one in facts(job, found, warned) for line in row(*one, columns, 4, _MARGIN)]
     return lines if job.failures or not job.phase else [*lines, "It has had no failure."]
 
 
@@ -159,13 +163,13 @@ def cases(
 ) -> list[Case]:
     """Join failures with what else is known of them, newest first."""
     known: list[Case] = []
-    used: list[Incident] = []
+    left = list(found)
     for failure in reversed(job.failures):
-        incident = _incident_of(failure, [one for one in found if one not in used])
-        used += [incident] if incident else []
+        incident = _incident_of(failure, left)
+        left = [one for one in left if one != incident]
         known.append(_case(job, failure, incident, story, found))
     if everything:
-        left = [one for one in found if one not in used and _is_failure(one)]
+        left = [one for one in left if one.get("first", {}).get("end") == "failed"]
         known += [_case(job, cures.forgotten(one), one, story, found) for one in left]
         known.sort(key=lambda case: case.at, reverse=True)
     return known
@@ -174,32 +178,24 @@ def cases(
 def _case(
     job: Job,
     failure: Object,
-    incident: Incident | None,
+    incident: Incident,
     story: Sequence[Happening],
     found: Sequence[Incident],
 ) -> Case:
     at = moment(failure.get("detectedAt")) or datetime.now(UTC)
-    running = [one.last for one in story if one.reason == "Running" and one.last >= at]
-    rounds = [began for one in found if (began := moment(one["began"])) and began >= at - _NEAR]
+    ran = [one.last for one in story if one.reason == "Running" and one.last >= at]
     if incident:
         key = (incident["attempt"], incident["round"])
         later = [one for one in found if (one["attempt"], one["round"]) > key]
-        rounds = [began for one in later if (began := moment(one["began"]))]
-        again = min(rounds, default=None)
-    else:
-        again = min(running, default=None)
-    around = [one for one in found if one["began"] <= _written(at) <= one["at"]]
-    pods = next((one["pods"] for one in (incident, *around) if one and "pods" in one), {})
-    return Case(failure, incident, pods, cures.charged_to(job, failure), again)
+        ran = [began for one in later if (began := moment(one["began"]))]
+    written = f"{at:%Y-%m-%dT%H:%M:%SZ}"  # as launchers do
+    around = [one for one in found if one["began"] <= written <= one["at"]]
+    pods = next((one["pods"] for one in (incident, *around) if "pods" in one), {})
+    return Case(failure, incident, pods, cures.charged_to(job, failure), min(ran, default=None))
 
 
-def _written(moment: datetime) -> str:
-    """Write a time as launchers do."""
-    return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def _incident_of(failure: Object, found: Sequence[Incident]) -> Incident | None:
-    """Find the round that a failure ended: by its number, else by its time."""
+def _incident_of(failure: Object, found: Sequence[Incident]) -> Incident:
+    """Find the round that a failure ended, by its number, else by its time; empty: none."""
     at = moment(failure.get("detectedAt"))
     attempt, round_ = failure.get("attempt", 0), failure.get("round")
     may = [one for one in found if one["attempt"] <= attempt]
@@ -208,11 +204,7 @@ def _incident_of(failure: Object, found: Sequence[Incident]) -> Incident | None:
     if same:
         return same[0]
     near = [pair for pair in near if pair[0] <= _NEAR and round_ in (None, pair[1]["round"])]
-    return min(near, key=lambda pair: pair[0])[1] if near else None
-
-
-def _is_failure(one: Incident) -> bool:
-    return one.get("first", {}).get("end") == "failed"
+    return min(near, key=lambda pair: pair[0])[1] if near else {}
 
 
 def page(job: Job, case: Case, number: int, now: datetime, columns: int) -> list[str]:
@@ -225,7 +217,7 @@ def page(job: Job, case: Case, number: int, now: datetime, columns: int) -> list
             lines.append(f"   {title}{text}:")
             lines += [f"     | {line}" for line in _last_lines(case)]
         else:
-            lines += _row(title, text, columns)
+            lines += row(title, text, columns, 4, _MARGIN)
     return lines
 
 
@@ -237,14 +229,11 @@ def _failed(job: Job, case: Case, number: int) -> Failed:
     kind = cures.BUDGETS.get(str(case.failure.get("chargedTo")), "nothing")
     seen = f"{case.at:%Y-%m-%d %H:%M:%S} UTC, attempt {attempt}"
     when = f"{seen}, round {case.failure.get('round', NONE)}"
-    rows, log = list(found.items()), _last_lines(case)
-    return Failed(number, attempt, case.at, when, _lost_where(case), kind, rows, log, old)
-
-
-def _lost_where(case: Case) -> str:
-    replica, node = case.failure.get("replica"), case.failure.get("node", "")
+    replica, node = case.failure.get("replica"), case.failure.get("node")
     who = "the whole gang" if replica is None else f"replica {replica}"
-    return f"{who} on {node}" if node else who
+    who += f" on {node}" if node else ""
+    rows, log = list(found.items()), _last_lines(case)
+    return Failed(number, attempt, case.at, when, who, kind, rows, log, old)
 
 
 def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
@@ -252,7 +241,7 @@ def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
     yield "First", _who(job, case)
     yield "How", _how(case)
     if _last_lines(case):
-        yield "Last lines", _as_of(case) if _kept(case) else _perhaps(case)
+        yield "Last lines", _as_of(case)
     if incident:
         yield from _others(incident, _own(case), job.name)
     yield "Charged", case.charged
@@ -263,10 +252,10 @@ def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
 
 def _who(job: Job, case: Case) -> str:
     """Name rank, replica, pod and node. A pod's number is not the replica that it served."""
-    failure, first = case.failure, (case.incident or _UNKNOWN).get("first", {})
+    failure = case.failure
     pod, standby = str(failure.get("pod", "")), bool(job.spec.get("standby"))
     pods = case.pods
-    rank = failure.get("rank", first.get("rank") if _is_of_first(case) else None)
+    rank = failure.get("rank", case.first.get("rank"))
     replica: int | None = pods.get(pod, failure.get("replica"))
     if standby and pod and pods and pod not in pods:
         return f"pod {pod}, which stood by: no rank was lost"
@@ -274,19 +263,17 @@ def _who(job: Job, case: Case) -> str:
         return f"pod {pod}, which stood by or served a replica: launchers know, the status does not"
     named = [] if rank is None else [f"rank {rank}"]
     named += [] if replica is None else [f"replica {replica}"]
-    pod = pod or str((case.incident or _UNKNOWN).get("firstPod", ""))
+    pod = pod or case.incident.get("firstPod", "")
     named += [f"pod {pod}"] if pod else []
     named += [f"node {failure['node']}"] if failure.get("node") else []
     return ", ".join(named) or "the whole gang"
 
 
 def _how(case: Case) -> str:
-    failure = case.failure
-    first = (case.incident or _UNKNOWN).get("first", {}) if _is_of_first(case) else {}
-    step = _step(case)
+    failure, step = case.failure, _step(case)
     after = f", after step {step}" if isinstance(step, int) and step >= 0 else ""
     words = cures.how(failure)
-    said = failure.get("exception") or first.get("exception") or ""
+    said = failure.get("exception") or case.first.get("exception") or ""
     if not said and "exitCode" not in failure:  # without an end there is no log in it
         said = str(failure.get("message", ""))
     return f"{words}{after}{': ' if said else ''}{said}"
@@ -294,9 +281,7 @@ def _how(case: Case) -> str:
 
 def _step(case: Case) -> object:
     """Return the last step that is known, as launchers have it before the status: one for all."""
-    incident = case.incident or _UNKNOWN
-    first = incident.get("first", {}) if _is_of_first(case) else {}
-    return incident.get("step", case.failure.get("step", first.get("step")))
+    return case.incident.get("step", case.failure.get("step", case.first.get("step")))
 
 
 def _last_lines(case: Case) -> list[str]:
@@ -310,38 +295,27 @@ def _last_lines(case: Case) -> list[str]:
 
 def _kept(case: Case) -> Sequence[str]:
     """Return the log's end that launchers kept."""
-    incident, pod = case.incident or _UNKNOWN, str(case.failure.get("pod", ""))
-    first = incident.get("first", {})
-    tails = incident.get("tails", {})
-    return first.get("log", []) if first and _is_of_first(case) else tails.get(pod, [])
-
-
-def _is_of_first(case: Case) -> bool:
-    """Tell whether the launchers' first process is of the pod that the operator names."""
-    return case.failure.get("pod", "") in ("", (case.incident or _UNKNOWN).get("firstPod"))
+    pod = str(case.failure.get("pod", ""))
+    return case.first.get("log", []) if case.first else case.incident.get("tails", {}).get(pod, [])
 
 
 def _as_of(case: Case) -> str:
-    """Warn where the lines are older than the end."""
-    incident = case.incident or _UNKNOWN
-    silent = incident.get("silent", {})
+    """Warn where the lines may be older than the end."""
+    if not _kept(case):  # but the status's: nobody was left to write a report
+        unreported = case.failure.get("signal") == SIGKILL and "round" not in case.failure
+        return ", as far as they are known: they may be older than its end" if unreported else ""
+    incident, silent = case.incident, case.incident.get("silent", {})
     pod = str(case.failure.get("pod", ""))
-    if incident and "running" in incident and not silent and not incident.get("failed"):
-        return f" as of {incident['at'][11:19]}, when a launcher last wrote (every 10 s at most)"
-    if pod in silent:
-        return f" as of {silent[pod][11:19]}, when its launcher last wrote (every 10 s at most)"
-    return ""
-
-
-def _perhaps(case: Case) -> str:
-    """Warn where the status's lines may not be the last: nobody was left to write a report."""
-    unreported = case.failure.get("signal") == SIGKILL and "round" not in case.failure
-    return ", as far as they are known: they may be older than its end" if unreported else ""
+    when, whose = silent.get(pod, ""), "its"
+    if "running" in incident and not silent and not incident.get("failed"):
+        when, whose = incident["at"], "a"
+    written = f" as of {when[11:19]}, when {whose} launcher last wrote (every 10 s at most)"
+    return written if when else ""
 
 
 def _own(case: Case) -> set[int]:
     """Return the ranks of the pod that failed: they are no others."""
-    incident = case.incident or _UNKNOWN
+    incident = case.incident
     pod = str(case.failure.get("pod", incident.get("firstPod", "")))
     replica, nproc = incident.get("pods", {}).get(pod), incident.get("nproc", 1)
     first = incident.get("first", {}).get("rank", -1)
@@ -374,7 +348,7 @@ def _others(incident: Incident, own: set[int], job: str) -> Iterator[tuple[str, 
 
 
 def _lost(case: Case, *, snapshots: bool) -> str:
-    incident, step = case.incident or _UNKNOWN, _step(case)
+    incident, step = case.incident, _step(case)
     snapshot = incident.get("snapshotStep", incident.get("cause", {}).get("snapshotStep"))
     parts = []
     cause = incident.get("cause", {})
@@ -399,9 +373,3 @@ def _lost(case: Case, *, snapshots: bool) -> str:
 def _then(job: Job, case: Case) -> str:
     did = cures.did(job, case.failure)
     return f"{did}; they ran again at {case.again:%H:%M:%S} UTC" if case.again else did
-
-
-def _row(title: str, text: str, columns: int) -> list[str]:
-    parts = wrapped(text, columns - _INDENT - 3, 4) or [NONE]
-    lines = [f"   {title + ':':<{_INDENT}}{parts[0]}"]
-    return lines + [" " * (_INDENT + 3) + part for part in parts[1:]]

@@ -1,4 +1,4 @@
 """Make a DDPJob of a script: its manifest, the files that travel with it, and how it is written.
 
-commands/run.py applies it. What comes from this machine is checked here, by the API server's rules.
+commands/launch.py applies it. What comes from here is checked by the API server's rules, earlier.
 """

@@ -60,6 +60,11 @@ _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 #: Without a unit it would be bytes, which is never meant.
 _QUANTITY = re.compile(r"(?=[0-9.]*[1-9])[0-9]+(\.[0-9]+)?([KMGTPE]i|[kMGTPE])")
 _CPU = re.compile(r"(?=[0-9.]*[1-9])([0-9]+(\.[0-9]+)?|[0-9]+m)")
+_FORMS = (
+    ("claim", _QUANTITY, "a size, such as 10Gi"),
+    ("memory", _QUANTITY, "a size, such as 16Gi"),
+    ("cpu", _CPU, "a number, such as 4 or 500m"),
+)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: As in the CRD.
 _BOUNDS = (
@@ -214,13 +219,17 @@ def _check(args: argparse.Namespace) -> None:
         raise Failure(f"--name: {why}")
     if args.snapshots and not _CLAIM_NAME.fullmatch(args.snapshots):
         raise Failure(f"--snapshots {args.snapshots!r}: not a name of a claim")
-    if args.claim is not None and not _QUANTITY.fullmatch(args.claim):
-        raise Failure(f"--claim {args.claim!r}: must be a size, such as 10Gi")
+    for option, form, what in _FORMS:
+        value = getattr(args, option)
+        if value is not None and not form.fullmatch(value):
+            raise Failure(f"--{option} {value!r}: must be {what}")
     if args.pip and args.pip.is_dir():
         raise Failure(f"--pip {args.pip}: a folder: give the requirements file in it")
     if not args.image.strip():
         raise Failure("--image: must name an image, such as REGISTRY/mine:1")
-    _check_pod(args)
+    for one in args.env:
+        _check_variable(one)
+    _check_resume(args)
     for option, least, most in _BOUNDS:
         value = getattr(args, option)
         if value is not None and not least <= value <= most:
@@ -232,13 +241,7 @@ def _check(args: argparse.Namespace) -> None:
         raise Failure(f"{args.script}: the snapshots of {name} go there: give another --name")
 
 
-def _check_pod(args: argparse.Namespace) -> None:
-    if not _QUANTITY.fullmatch(args.memory):
-        raise Failure(f"--memory {args.memory!r}: must be a size, such as 16Gi")
-    if not _CPU.fullmatch(args.cpu):
-        raise Failure(f"--cpu {args.cpu!r}: must be a number, such as 4 or 500m")
-    for one in args.env:
-        _check_variable(one)
+def _check_resume(args: argparse.Namespace) -> None:
     words = _resume_words(args)
     if why := resume.flaw(words, args.resume_when):
         raise Failure(why)
@@ -264,10 +267,7 @@ def _check_variable(given: str) -> None:
 
 
 def _files(args: argparse.Namespace) -> dict[str, Path]:
-    """Return the travelling files by path in the working directory, the script first.
-
-    Raises Failure.
-    """
+    """Return the travelling files by path in the pods, the script first. Raises Failure."""
     if args.module and not _MODULE.fullmatch(args.script):
         raise Failure(f"{args.script}: not the name of a module, such as package.train")
     path = Path(args.script.partition(".")[0] if args.module else args.script)
@@ -291,10 +291,7 @@ def _on_claim(args: argparse.Namespace) -> bool:
 
 
 def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
-    """Refuse an output folder that cannot be a link in the working directory.
-
-    Raises Failure.
-    """
+    """Refuse an output folder that cannot be a link in the working directory; raise Failure."""
     if args.output is None:
         return
     for output in args.output:
@@ -314,7 +311,6 @@ def _check_output(args: argparse.Namespace, files: Mapping[str, Path]) -> None:
 def _objects(args: argparse.Namespace, files: _Files) -> Iterator[dict[str, Any]]:
     name = args.name
     claim = args.snapshots or f"{name}-snapshots"
-    nproc = "auto" if args.gpus else 1
     if args.claim:  # all pods write their snapshots there
         yield _object("v1", "PersistentVolumeClaim", claim, spec={
             "accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": args.claim}},
@@ -328,21 +324,19 @@ def _objects(args: argparse.Namespace, files: _Files) -> Iterator[dict[str, Any]
         digest = hashlib.sha256(json.dumps(config_map).encode()).hexdigest()[:16]
         template["metadata"] = {"annotations": {"files-sha256": digest}}
     template["spec"] = _pod(args, files, keys)
-    restart: dict[str, Any] = {}
-    if words := _resume_words(args):
-        restart["resumeArgs"] = words
-        restart |= {"resumeWhen": args.resume_when} if args.resume_when else {}
-    yield _object(crd.API_VERSION, crd.KIND, name, spec={
-        "replicas": args.replicas,
-        "nprocPerNode": nproc if args.nproc is None else args.nproc,
-        "snapshot": {
-            "path": CLAIM,
-            "volume": {"persistentVolumeClaim": {"claimName": claim}},
-            **({"everySteps": args.every_steps} if args.every_steps else {}),
-        },
-        **({"restart": restart} if restart else {}),
-        "template": template,
-    })  # fmt: skip
+    words, volume = _resume_words(args), {"persistentVolumeClaim": {"claimName": claim}}
+    yield _object(crd.API_VERSION, crd.KIND, name, spec=_full(
+        replicas=args.replicas,
+        nprocPerNode=args.nproc or ("auto" if args.gpus else 1),
+        snapshot=_full(path=CLAIM, volume=volume, everySteps=args.every_steps),
+        restart=_full(resumeArgs=words, resumeWhen=words and args.resume_when),
+        template=template,
+    ))  # fmt: skip
+
+
+def _full(**fields: Any) -> dict[str, Any]:
+    """Leave out what is empty."""
+    return {name: value for name, value in fields.items() if value}
 
 
 def _object(api_version: str, kind: str, name: str, **more: Any) -> dict[str, Any]:
@@ -354,50 +348,27 @@ def _pod(args: argparse.Namespace, files: _Files, keys: Mapping[str, str]) -> di
     words = ["ddpjob-trainer", "run", *travel]
     words += [word for output in args.output or () for word in ("--output", output)]
     words += [*_program(args, files.all), *args.arguments]
-    trainer: dict[str, Any] = {
-        "name": "trainer",
-        "image": args.image,
-        # Kubernetes would expand variables: $$ is a literal $.
-        "command": [word.replace("$", "$$") for word in words],
-    }
     variables = dict(one.split("=", 1) for one in args.env)
     own = _env(variables)
     if files.pip:
         found = variables.get("PYTHONPATH")
         variables["PYTHONPATH"] = f"{_SITE}:{found}" if found else _SITE
-    if variables:
-        trainer["env"] = _env(variables)
-    if directory := _directory(args, files.all):
-        trainer["workingDir"] = directory
-    trainer["securityContext"] = {
-        "allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}
-    }  # fmt: skip
-    trainer["resources"] = {"requests": {"cpu": args.cpu, "memory": args.memory}}
-    if args.gpus:
-        trainer["resources"]["limits"] = {"nvidia.com/gpu": args.gpus}
-    user = {"runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000}
-    pod: dict[str, Any] = {
-        "securityContext": {
-            "runAsNonRoot": True, **user,
-            # A kubelet looks through the whole volume in each start otherwise.
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [trainer],
-    }  # fmt: skip
-    mounts, volumes = [], []
+    unprivileged = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    requests = {"cpu": args.cpu, "memory": args.memory}
+    work, mounted, packages = (
+        {"name": name, "mountPath": path}
+        for name, path in (("work", FOLDER), ("files", FILES), ("packages", _PACKAGES))
+    )
+    shown = bool(files.held and files.all and not files.folder)
+    mounts = [work] * bool(files.all) + [mounted] * shown + [packages] * bool(files.pip)
+    volumes: list[dict[str, Any]] = []
     if files.all:  # what is written there ends with the pod
-        mounts.append({"name": "work", "mountPath": FOLDER})
         volumes.append({"name": "work", "emptyDir": {}})
-    if files.held:
-        mounted = {"name": "files", "mountPath": FILES}
-        mounts += [mounted] if files.all and not files.folder else []
-        volumes.append(_volume(args, files, keys))
+    volumes += [_volume(args, files, keys)] if files.held else []
+    init: dict[str, Any] = {}
     if files.pip:
-        packages = {"name": "packages", "mountPath": _PACKAGES}
-        mounts.append(packages)
         volumes.append({"name": "packages", "emptyDir": {}})
-        pod["initContainers"] = [{
+        init = {
             "name": "pip",
             "image": args.image,
             "command": ["sh", "-c", _PIP.replace("$", "$$"), "sh", files.pip],
@@ -405,14 +376,30 @@ def _pod(args: argparse.Namespace, files: _Files, keys: Mapping[str, str]) -> di
             "workingDir": FILES,
             # What pip says last is in the job's status.
             "terminationMessagePolicy": "FallbackToLogsOnError",
-            "securityContext": trainer["securityContext"],
-            "resources": {"requests": trainer["resources"]["requests"]},
+            "securityContext": unprivileged,
+            "resources": {"requests": requests},
             "volumeMounts": [mounted, packages],
-        }]  # fmt: skip
-    if mounts:
-        trainer["volumeMounts"] = mounts
-        pod["volumes"] = volumes
-    return pod
+        }
+    trainer = _full(
+        name="trainer",
+        image=args.image,
+        # Kubernetes would expand variables: $$ is a literal $.
+        command=[word.replace("$", "$$") for word in words],
+        env=_env(variables),
+        workingDir=_directory(args, files.all),
+        securityContext=unprivileged,
+        resources=_full(requests=requests, limits=args.gpus and {"nvidia.com/gpu": args.gpus}),
+        volumeMounts=mounts,
+    )
+    security = {
+        "runAsNonRoot": True, "runAsUser": 1000, "runAsGroup": 1000, "fsGroup": 1000,
+        # A kubelet looks through the whole volume in each start otherwise.
+        "fsGroupChangePolicy": "OnRootMismatch", "seccompProfile": {"type": "RuntimeDefault"},
+    }  # fmt: skip
+    inits = [init] if init else []
+    return _full(
+        securityContext=security, containers=[trainer], initContainers=inits, volumes=volumes
+    )
 
 
 def _env(variables: Mapping[str, str]) -> list[dict[str, str]]:
@@ -449,12 +436,11 @@ def _keys(files: Mapping[str, Path]) -> dict[str, str]:
 
 
 def _volume(args: argparse.Namespace, files: _Files, keys: Mapping[str, str]) -> dict[str, Any]:
-    source: dict[str, Any] = {"name": f"{args.name}-files"}
     program = not args.module and not args.script.endswith(".py")
-    if program or any(os.access(path, os.X_OK) for path in files.held.values()):
-        source["defaultMode"] = 0o755
-    if any(key != path for key, path in keys.items()):
-        source["items"] = [{"key": key, "path": path} for key, path in keys.items()]
+    program = program or any(os.access(path, os.X_OK) for path in files.held.values())
+    moved = any(key != path for key, path in keys.items())
+    items = [{"key": key, "path": path} for key, path in keys.items()] if moved else []
+    source = _full(name=f"{args.name}-files", defaultMode=0o755 if program else 0, items=items)
     return {"name": "files", "configMap": source}
 
 
@@ -467,9 +453,7 @@ def _config_map(name: str, files: Mapping[str, Path], keys: Mapping[str, str]) -
             text[key] = content.decode()
         except UnicodeDecodeError:
             binary[key] = base64.b64encode(content).decode()
-    held = {"data": text, "binaryData": binary}
-    full = {field: found for field, found in held.items() if found}
-    return _object("v1", "ConfigMap", f"{name}-files", **full)
+    return _object("v1", "ConfigMap", f"{name}-files", **_full(data=text, binaryData=binary))
 
 
 def _size(path: Path) -> int:
