@@ -100,7 +100,7 @@ def test_an_example_survives_kills_bit_for_bit(tmp_path, script, nproc):
     """Several models or optimizers, accumulation, fp16, an average, workers, a stream's state."""
     report = tmp_path / "report.json"
     options = ("--nproc", nproc, "--kills", 1, "--every", 4, "--seed", nproc, "--json", report)
-    example = (ROOT / "examples" / script, "--total-steps", 20)
+    example = (ROOT / "examples" / script, "--total-steps", 24)
     code, out = finished(
         *CHAOS, "--patience", PATIENCE, *options, "--signals", "KILL,TERM", *example
     )

@@ -26,12 +26,12 @@ MOST_LINES = {
     "contract/src": 914,
     "operator/src": 12_148,
     "trainer/src": 28_442,
-    "tools/src": 5_325,
+    "tools/src": 5_344,
     "plugin/src": 5_079,
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_826,
-    "tests": 65_018,
+    "tests": 65_071,
 }
 MOST_WORDS = 49_109  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

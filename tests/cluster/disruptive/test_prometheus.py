@@ -29,6 +29,26 @@ SHORTENED = {
     ">= 5": ">= 2",
 }
 
+#: A script that reports by the library, and one that only prints.
+LIBRARY = """
+import time, torch, ddpjob_trainer as ddp
+run = ddp.start(total_steps=10**6, global_batch=1, seed=1)
+model = torch.nn.Linear(1, 1)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for step in run.steps([(torch.ones(1), torch.ones(1))] * 8):
+    for x, y in step.batches:
+        step.backward(((model(x) - y) ** 2).mean())
+    time.sleep(0.1)
+    step.commit()
+    run.log({"accuracy": 0.98})
+"""
+PLAIN = """
+import time
+for step in range(10**6):
+    time.sleep(0.1)
+    print(f"step {step} loss 0.2, right: 0.75", flush=True)
+"""
+
 
 @pytest.fixture(scope="module")
 def monitors() -> list[dict[str, Any]]:
@@ -100,6 +120,12 @@ def test_everything_is_found_alerts_fire_and_every_panel_has_data(site, watch):
     site.wait_phase("looping", "Failed")
     wait_firing(watch, "DDPJobFailed", namespace=site.namespace)
 
+    for name, script, value in (("library", LIBRARY, "0.98"), ("plain", PLAIN, "0.75")):
+        (site.volume() / f"{name}.py").write_text(script)
+        site.apply(prints(name))
+        labels = f'namespace="{site.namespace}",ddpjob="{name}",name="accuracy"'
+        asked = f"ddpjob_trainer_value{{{labels}}} == {value}"
+        wait_for(lambda asked=asked: watch.query(asked), asked)
     check_panels(site, watch)
 
     # Nobody leads.
@@ -108,8 +134,16 @@ def test_everything_is_found_alerts_fire_and_every_panel_has_data(site, watch):
     wait_firing(watch, "DDPJobOperatorDown")
     site.cluster.kubectl(*scale, "--replicas=2", check=True)
     wait_resolved(watch, "DDPJobOperatorDown")
-    for name in ("watched", "looping"):
+    for name in ("watched", "looping", "library", "plain"):
         site.delete(name)
+
+
+def prints(name: str) -> dict[str, Any]:
+    """Return a job of one process that runs ``name``.py from the claim."""
+    body = digits(name, replicas=1, output={"metrics": {"accuracy": "right: ([0-9.]+)"}})
+    container = body["spec"]["template"]["spec"]["containers"][0]
+    container["command"] = ["ddpjob-trainer", "run", f"/snapshots/{name}.py"]
+    return body
 
 
 def give_gpus(site: Site) -> None:
@@ -123,7 +157,8 @@ def give_gpus(site: Site) -> None:
 def check_panels(site: Site, watch: Prometheus) -> None:
     """Every query of the dashboard returns something, as Grafana would ask it."""
     asked = 0
-    values = {"$namespace": site.namespace, "$ddpjob": ".*", "$__rate_interval": "1m"}
+    values = {"$namespace": site.namespace, "$ddpjob": ".*", "$value": ".*"}
+    values["$__rate_interval"] = "1m"
     for panel in panels():
         for target in panel["targets"]:
             expression = target["expr"]

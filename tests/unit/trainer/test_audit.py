@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from ddpjob_tools import cli
 from ddpjob_tools.prove import cause, folder, report, samples
 from ddpjob_tools.prove.cause import RIGHT, ROUNDING, UNKNOWN, WRONG, Finding, Runs
+from ddpjob_tools.prove.probe.recorder import Watched
 from ddpjob_tools.prove.record import Gang, Step, Steps, Story
 from ddpjob_trainer.errors import ConfigError
 
@@ -393,6 +395,21 @@ def test_checkpoints_are_told_from_logs():
     assert samples.saved_after(dataclasses.replace(found, bytes=4000)) == [5, 10, 15]
     only_log = tuple(dataclasses.replace(one, files={"small.json": 10}) for one in found.steps)
     assert samples.saved_after(dataclasses.replace(found, bytes=4000, steps=only_log)) == []
+
+
+def test_a_checkpoint_that_a_thread_still_writes_is_waited_for(tmp_path):
+    """SIGSTOP would hold the thread as well, and nothing would be there to load."""
+    watched, stopped = Watched(tmp_path), threading.Event()
+
+    def writes() -> None:
+        (tmp_path / "part").write_bytes(b"12")
+        stopped.wait(0.5)
+        (tmp_path / "last.pt").write_bytes(b"123")
+
+    writer = threading.Thread(target=writes)
+    writer.start()
+    assert watched.settle() == {"part": 2, "last.pt": 3}
+    writer.join()
 
 
 def test_a_torn_line_and_a_second_process_of_a_rank_are_no_harm(tmp_path):

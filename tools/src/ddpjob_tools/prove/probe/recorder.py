@@ -32,6 +32,9 @@ from ddpjob_tools.prove.probe import fingerprint
 
 #: Of more files than these at the start only those are looked at that come later.
 _MANY: Final = 2000
+#: A checkpoint under way at the kill is whole when its folder was still for so long.
+_STILL_SECONDS: Final = 2.0
+_MOST_SECONDS: Final = 10.0
 _Stat = tuple[int, int, int]
 
 
@@ -65,6 +68,16 @@ class Watched:
             for path, stat in self._files.items()
             if before.get(path) != stat
         }
+
+    def settle(self) -> dict[str, int]:
+        """Return what is written until nothing more is: threads end a checkpoint under way."""
+        found: dict[str, int] = {}
+        since = began = time.monotonic()
+        while (now := time.monotonic()) < min(since + _STILL_SECONDS, began + _MOST_SECONDS):
+            if changed := self.changed():
+                found, since = found | changed, now
+            time.sleep(0.05)
+        return found
 
     def _scan(self, folder: Path) -> None:
         if (stat := _stat(folder)) is None:
@@ -127,10 +140,13 @@ class _Since:
 class Recorder:
     """The hooks of one process, and of those that are forked from it."""
 
-    def __init__(self, out: Path, watched: Watched | None, stop_at: int | None) -> None:
-        """Write below ``out``; after step ``stop_at`` of this process stop, to be killed there."""
+    def __init__(self, out: Path, watched: Watched, first: bool, stop_at: int | None) -> None:
+        """Write below ``out``; after step ``stop_at`` of this process stop, to be killed there.
+
+        ``first``: this rank notes files.
+        """
         self._out = out
-        self._watched = watched
+        self._watched, self._first = watched, first
         self._stop_at = stop_at
         self._since = _Since()
         self._depth = 0
@@ -230,7 +246,7 @@ class Recorder:
             "empty": not any(states),
             "hyper": [_hyperparameters(group) for group in optimizer.param_groups],
         }
-        if self._watched is not None:
+        if self._first:
             self._before["files"] = self._watched.changed()
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -246,7 +262,7 @@ class Recorder:
         since, self._since = self._since, _Since()
         before = self._before
         parts = before.pop("weights")
-        line = {
+        line: dict[str, Any] = {
             "optimizer": self._optimizers.index(key),
             **before,
             "weights": fingerprint.digest(parts),
@@ -262,8 +278,11 @@ class Recorder:
             "after": fingerprint.digest([fingerprint.digest([one]) for one in weights]),
             "at": time.time(),
         }
-        self._write(line, weights)
         self._steps += 1
+        if self._steps == self._stop_at:
+            settled = self._watched.settle()
+            line |= {"files": line["files"] | settled} if self._first else {}
+        self._write(line, weights)
         if self._steps == self._stop_at:
             os.kill(os.getpid(), signal.SIGSTOP)
 
