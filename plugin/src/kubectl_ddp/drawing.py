@@ -96,12 +96,15 @@ def timeline(rounds: Sequence[Round], failures: Sequence[Failed]) -> Iterator[st
         own = [one for one in failures if one.attempt == attempt]
         lost = ", ".join(f"({one.number}) {one.who}" for one in reversed(own))
         words = f"attempt {attempt}{'; lost: ' * bool(own)}{lost}"
-        parts = [_grid(2 + 32 * third) for third in range(4)]
+        thirds = (f"{2 + 32 * third}%" for third in range(4))
+        parts = [f'<line class="grid" x1="{x}" x2="{x}" y1="0" y2="100%"/>' for x in thirds]
         for each in (each for each in rounds if each.attempt == attempt):
             left, right = place(each.began), place(each.at)
+            when = f"{each.began:%H:%M:%S} to {each.at:%H:%M:%S} UTC"
+            said = f"attempt {attempt}, round {each.round}: {when}, {each.end}"
             parts.append(
                 f'<rect class="round{" now" * each.runs}" x="{left:.2f}%" y="5" height="14"'
-                f' width="{max(right - left, 0.4):.2f}%" rx="3"><title>{text(_said(each))}</title>'
+                f' width="{max(right - left, 0.4):.2f}%" rx="3"><title>{text(said)}</title>'
                 "</rect>"
             )
         parts += [
@@ -118,11 +121,6 @@ def timeline(rounds: Sequence[Round], failures: Sequence[Failed]) -> Iterator[st
     yield frame("".join(axis), 18, "Hours, UTC", f"from {first:%F %T} to {last:%F %T}")
 
 
-def _said(one: Round) -> str:
-    when = f"{one.began:%H:%M:%S} to {one.at:%H:%M:%S} UTC"
-    return f"attempt {one.attempt}, round {one.round}: {when}, {one.end}"
-
-
 def mark(one: Failed) -> str:
     """Draw a failure's mark around 0, 0."""
     title = f"<title>{text(f'{one.when}: {one.who}')}</title>"
@@ -132,10 +130,6 @@ def mark(one: Failed) -> str:
 def shape(charged: str) -> str:
     """Draw a mark without its number."""
     return f'<path class="mark {charged}" d="{_SHAPES[charged]}"/>'
-
-
-def _grid(x: float) -> str:
-    return f'<line class="grid" x1="{x}%" x2="{x}%" y1="0" y2="100%"/>'
 
 
 def _letters(words: str, x: str, y: float, anchor: str) -> str:
@@ -153,7 +147,10 @@ def curve(name: str, lines: Sequence[Line], steps: tuple[float, float], height: 
     """Draw a number over steps, a line for each start, with a mark where it begins."""
     found = [(one.label, points) for one in lines if (points := one.curves.get(name))]
     values = [value for _, points in found for _, value in points]
-    low, high = _room(min(values), max(values))
+    low, high = min(values), max(values)
+    more = (high - low) * 0.08 or abs(high) * 0.1
+    more = more if more > _LEAST else 1.0
+    low, high = low - more, high + more
     bottom = height - 22
     span = max(steps[1] - steps[0], 1)
 
@@ -194,12 +191,6 @@ def _path(points: Sequence[tuple[float, float]], bottom: float) -> str:
     pairs = " ".join(f"{x * _WIDE / 100:.0f},{y:.1f}" for x, y in points)
     box = f'viewBox="0 0 {_WIDE} {bottom}" width="100%" height="{bottom}"'
     return f'<svg {box} preserveAspectRatio="none"><polyline class="line" points="{pairs}"/></svg>'
-
-
-def _room(low: float, high: float) -> tuple[float, float]:
-    more = (high - low) * 0.08 or abs(high) * 0.1
-    more = more if more > _LEAST else 1.0
-    return low - more, high + more
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -46,26 +46,20 @@ def read(
     ends = "Terminating"  # on a lost node it may stay so for minutes, and nobody answers there
     alive = [one for _, one in sorted(members.items()) if one.running and one.state != ends]
     alive.sort(key=lambda member: member.replica != seat)
-    if alive and not (allowed and allowed.node):
-        directory = alive[0].environment(contract.SNAPSHOT_DIR)
-        where = ("-n", job.namespace, alive[0].name, "-c", alive[0].container)
-        try:
-            return kubectl.read("exec", *where, "--", *command, directory)
-        except Failure as failure:
-            raise _worded(failure) from None
-    if allowed is None:
+    if not alive and allowed is None:
         offer = f"kubectl ddp why {job.name} --reader starts one for some seconds"
         raise Failure(f"no pod of {job.name} runs; {offer}")
     try:
-        return reader.read(kubectl, job, [*command, reader.place(job)], allowed)
+        if allowed and (allowed.node or not alive):
+            return reader.read(kubectl, job, [*command, reader.place(job)], allowed)
+        directory = alive[0].environment(contract.SNAPSHOT_DIR)
+        where = ("-n", job.namespace, alive[0].name, "-c", alive[0].container)
+        return kubectl.read("exec", *where, "--", *command, directory)
     except Failure as failure:
-        raise _worded(failure) from None
-
-
-def _worded(failure: Failure) -> Failure:
-    if _NO_COMMAND.search(str(failure)):
-        return Failure("the job's image has no ddpjob-trainer, or one that keeps no evidence yet")
-    return Failure(str(failure).removeprefix("kubectl: ddpjob-trainer: "))
+        if _NO_COMMAND.search(str(failure)):
+            why = "the job's image has no ddpjob-trainer, or one that keeps no evidence yet"
+            raise Failure(why) from None
+        raise Failure(str(failure).removeprefix("kubectl: ddpjob-trainer: ")) from None
 
 
 def parsed(text: str) -> list[Incident]:

@@ -60,18 +60,19 @@ class Booked:
 
 def booked(job: Job) -> Booked:
     """Return the ledger of a job. Raises Failure where there is none."""
-    ledger = _mapping(job.status.get("ledger"))
+    ledger = job.status.get("ledger") or {}
     since, until = moment(ledger.get("since")), moment(ledger.get("until"))
-    sums, causes = (_numbers(ledger.get(name)) for name in ("podSeconds", "recovering"))
-    total = sum(sums.values())
     if since is None or until is None:
         raise Failure(
             f"{job.name} has no ledger yet: the operator books with each write of the status. If"
             " it stays so, operator or CRD are older than this plugin: upgrade the chart"
         )
+    sums, causes = (ledger.get(name) or {} for name in ("podSeconds", "recovering"))
+    total = sum(sums.values())
     if not total:
         raise Failure(f"{job.name} is {job.phase} and has had no pods yet: nothing is booked")
-    ordered = dict(sorted(causes.items(), key=lambda cause: -cause[1]))
+    some = ((name, seconds) for name, seconds in causes.items() if seconds)
+    ordered = dict(sorted(some, key=lambda cause: -cause[1]))
     return Booked(since, until, sums, ordered, total)
 
 
@@ -92,7 +93,8 @@ def lines(job: Job, now: datetime) -> list[str]:
     if sums.get("unknown", 0.0) > total / 100:
         why = "no steps were reported; docs/guides/goodput.md#what-is-not-known says how to"
         head.append(f"Unknown:   {sums['unknown'] / total:.1%}: {why}")
-    head += _eta(job)
+    if at := moment((job.status.get("eta") or {}).get("at")):
+        head.append(f"Ends:      about {at:%Y-%m-%d %H:%M} UTC, if it fails as it did so far")
     rows = []
     for state, seconds in found.states:
         rows.append(_row(state, seconds, total, OF_STATES[state]))
@@ -126,15 +128,5 @@ def _open(job: Job, until: datetime, now: datetime) -> str:
     return f"; the last {duration(left)} follow" if open_ else ""
 
 
-def _eta(job: Job) -> list[str]:
-    at = moment(_mapping(job.status.get("eta")).get("at"))
-    return [f"Ends:      about {at:%Y-%m-%d %H:%M} UTC, if it fails as it did so far"] if at else []
-
-
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _numbers(value: object) -> dict[str, float]:
-    pairs = _mapping(value).items()
-    return {name: float(each) for name, each in pairs if isinstance(each, int | float) and each > 0}

@@ -57,7 +57,7 @@ def story(
     except Failure as failure:
         shares, missing["Ledger"] = [], str(failure)
     ordered = sorted(found, key=lambda one: (one["attempt"], one["round"]))
-    lines = [Line(_label(one), curves) for one in ordered if (curves := _curves(one))]
+    lines = [line for line in map(_line, ordered) if line.curves]
     source = "As rank 0's launcher saw them, once a second, about a hundred points a round."
     if log:
         lines, source = logged(log), f"Of {log}; steps that were done again are drawn again."
@@ -102,14 +102,11 @@ def write(where: str, made: Story) -> int:
     return 0
 
 
-def _curves(one: Incident) -> dict[str, Points]:
+def _line(one: Incident) -> Line:
     found = one.get("curves", {}).items()
     pairs = {name: [pair for pair in points if len(pair) == 2] for name, points in found}
-    return {name: points for name, points in pairs.items() if points}
-
-
-def _label(one: Incident) -> str:
-    return f"attempt {one['attempt']}" + (f", round {one['round']}" if one["round"] else "")
+    label = f"attempt {one['attempt']}" + (f", round {one['round']}" if one["round"] else "")
+    return Line(label, {name: points for name, points in pairs.items() if points})
 
 
 def _round(one: Incident, job: Job, *, newest: bool, now: datetime) -> Round:

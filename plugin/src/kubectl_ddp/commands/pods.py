@@ -7,6 +7,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from subprocess import PIPE
 
 from ddpjob_contract import SNAPSHOT_DIR
@@ -86,14 +87,10 @@ def _in_pods(
 ) -> list[str | Failure]:
     """Run the command in all pods, in some at once; return what each printed, or why not."""
     found: list[str | Failure] = []
+    start = partial(kubectl.running, stdout=PIPE, stderr=PIPE)
     while some := members[len(found) :][:_AT_ONCE]:
         with contextlib.ExitStack() as stack:
-            begun = [
-                stack.enter_context(
-                    kubectl.running(*_exec(job, one, *words), stdout=PIPE, stderr=PIPE)
-                )
-                for one in some
-            ]
+            begun = [stack.enter_context(start(*_exec(job, one, *words))) for one in some]
             for process in begun:
                 out, said = process.communicate()
                 found.append(Failure(explained(said)) if process.returncode else out)

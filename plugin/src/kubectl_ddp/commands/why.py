@@ -246,7 +246,8 @@ def _rows(job: Job, case: Case) -> Iterator[tuple[str, str]]:
         yield from _others(incident, _own(case), job.name)
     yield "Charged", case.charged
     yield "Lost", _lost(case, snapshots="snapshot" in job.spec)
-    yield "Then", _then(job, case)
+    again = f"; they ran again at {case.again:%H:%M:%S} UTC" if case.again else ""
+    yield "Then", cures.did(job, failure) + again
     yield "Do", cures.of_failure(failure, job.name)
 
 
@@ -368,8 +369,3 @@ def _lost(case: Case, *, snapshots: bool) -> str:
         began = "processes" if case.failure.get("inPlace") else "pods"
         parts.append(f"{duration(took)} until its {began} ran again (all: kubectl ddp account)")
     return " and ".join(parts) or "not known: the program says nothing of steps"
-
-
-def _then(job: Job, case: Case) -> str:
-    did = cures.did(job, case.failure)
-    return f"{did}; they ran again at {case.again:%H:%M:%S} UTC" if case.again else did

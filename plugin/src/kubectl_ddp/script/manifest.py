@@ -176,8 +176,9 @@ def _notes(args: argparse.Namespace, files: Mapping[str, Path]) -> Iterator[str]
     root = Path() if args.module else Path(next(iter(files), "")).parent
     for one in travels.forgotten(files, root):
         yield f"{one}: imported, but does not travel: name it too, if the image lacks it"
-    for one in travels.linked_folders(args.files):
-        yield f"{one}: a linked folder, does not travel: name it too, if the script reads it"
+    for one in (one for path in args.files for one in sorted(path.rglob("*"))):
+        if one.is_symlink() and one.is_dir():
+            yield f"{one}: a linked folder, does not travel: name it too, if the script reads it"
     if args.image == IMAGE and not args.pip:
         for name in travels.lacking(files, MODULES | sys.stdlib_module_names):
             yield (
@@ -347,7 +348,10 @@ def _pod(args: argparse.Namespace, files: _Files, keys: Mapping[str, str]) -> di
     travel = ("--files", files.folder or FILES, "--anew") if files.all else ()
     words = ["ddpjob-trainer", "run", *travel]
     words += [word for output in args.output or () for word in ("--output", output)]
-    words += [*_program(args, files.all), *args.arguments]
+    at = next(iter(files.all), args.script)
+    # Any other program is found in the PATH, as by a shell.
+    at = at if at.endswith(".py") or not files.all else f"./{at}"
+    words += [*(("-m", args.script) if args.module else (at,)), *args.arguments]
     variables = dict(one.split("=", 1) for one in args.env)
     own = _env(variables)
     if files.pip:
@@ -404,14 +408,6 @@ def _pod(args: argparse.Namespace, files: _Files, keys: Mapping[str, str]) -> di
 
 def _env(variables: Mapping[str, str]) -> list[dict[str, str]]:
     return [{"name": name, "value": value.replace("$", "$$")} for name, value in variables.items()]
-
-
-def _program(args: argparse.Namespace, files: Mapping[str, Path]) -> Sequence[str]:
-    if args.module:
-        return ("-m", args.script)
-    at = next(iter(files), args.script)
-    # Any other program is found in the PATH, as by a shell.
-    return (at if at.endswith(".py") or not files else f"./{at}",)
 
 
 def _directory(args: argparse.Namespace, files: Mapping[str, Path]) -> str:

@@ -33,12 +33,6 @@ def required(pip: Mapping[str, Path], files: Mapping[str, Path]) -> dict[str, Pa
     return found
 
 
-def linked_folders(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the linked folders within these folders, whose files do not travel."""
-    for path in paths:
-        yield from (one for one in sorted(path.rglob("*")) if one.is_symlink() and one.is_dir())
-
-
 def check_script(path: Path) -> None:
     """Refuse a script that Python does not start. Raises Failure."""
     if path.is_dir():
