@@ -41,6 +41,34 @@ def test_a_walk_finds_a_hub_that_gives_away_the_place_of_one_that_runs(loop):
     assert found.value.name == "k3_all_stand_still"
 
 
+def gpu_failed(loop: asyncio.AbstractEventLoop, replica: int, **more: Any) -> GangWorld:
+    """A GPU of a replica fails; only its pod is replaced, on another node."""
+    world = begun(loop, **more)
+    there = {one.replica: one for one in world.launchers.values()}
+    there[replica].workers.end(74, world.seconds())
+    world.must_be_whole()
+    job = world.cluster.status("job")
+    lost = [number for number, one in there.items() if not one.alive]
+    if lost != [replica] or job["restarts"]["replaced"] != 1:
+        raise Violation("g1_only_its_pod", f"pods of replicas {lost} are lost")
+    assert (there[replica].code, job["avoidedNodes"]) == (74, [there[replica].node])
+    return world
+
+
+@pytest.mark.fault("N13")
+@pytest.mark.parametrize("replica", range(3))
+def test_a_failed_gpu_costs_its_pod_alone_and_no_step(loop, replica):
+    """With the hub's, as today, the survivors save nothing."""
+    world = gpu_failed(loop, replica, rescues=True)
+    assert len(world.rescued.saved) == (replica > 0)
+
+
+def test_a_hub_that_ends_all_with_a_failed_gpu_is_found_out(loop):
+    with pytest.raises(Violation) as found:
+        gpu_failed(loop, 1, launcher_class=wrong_gangs.EndsAllWithAFailedGpu)
+    assert found.value.name == "g1_only_its_pod"
+
+
 def cut_off_and_replaced(loop: asyncio.AbstractEventLoop, launcher: type[Launcher]) -> GangWorld:
     """Nobody hears of replica 1's node; Fence gives it up, and its processes run on."""
     world = begun(loop, launcher_class=launcher)

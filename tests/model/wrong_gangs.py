@@ -72,6 +72,16 @@ class FillsPlacesOfThoseThatLeave(Launcher):
     hub_class = _seated(_Seats)
 
 
+class EndsAllWithAFailedGpu(Launcher):
+    """Its hub ends the attempt where a GPU failed, as versions before did."""
+
+    class _Hub(Hub):
+        def dismiss(self, now: float) -> bool:
+            return False
+
+    hub_class = _Hub
+
+
 class _FollowsAny(ModelClient):
     def _may_follow(self, hub: tuple[int, str]) -> bool:
         return hub[0] >= self._followed[0]

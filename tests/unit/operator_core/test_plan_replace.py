@@ -9,7 +9,17 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import actions as act
-from support.world import Machines, World, env_of, intent, job_object, refusal, running, started
+from support.world import (
+    Machines,
+    World,
+    env_of,
+    intent,
+    job_object,
+    kept_off,
+    refusal,
+    running,
+    started,
+)
 
 LOST = {"round": 0, "replica": 1, "kind": "lost", "step": 30, "snapshotStep": 20}
 
@@ -237,9 +247,7 @@ def test_what_follows_a_loss(story):
     story()
 
 
-@pytest.mark.parametrize(
-    ("kind", "code"), [("exception", 1), ("signal", 139), ("hang", 76), ("hardware", 74)]
-)
+@pytest.mark.parametrize(("kind", "code"), [("exception", 1), ("signal", 139), ("hang", 76)])
 def test_when_the_hub_has_ended_the_attempt_nobody_waits(kind, code):
     """After the last round in place: the cause has words of its own, the others end with 75."""
     words = {"version": 1, "kind": kind, "code": code, "round": 3}
@@ -248,6 +256,25 @@ def test_when_the_hub_has_ended_the_attempt_nobody_waits(kind, code):
     assert "replaced" not in world.loss
     world.end(0, 75).end(2, 75)
     assert (intent(world), world.counts[0]) == ((2, 2, ""), 1)
+
+
+@pytest.mark.parametrize("replica", range(3))
+@pytest.mark.fault("N13")
+def test_a_failed_gpu_costs_its_pod_which_goes_to_another_node(replica):
+    words = json.dumps({"version": 1, "kind": "hardware", "code": 74, "round": 0})
+    world = holding().end(replica, 74, message=words)
+    assert (intent(world), world.counts) == ((2, 1, f"{replica}:2"), (1, 0, 1))
+    assert (replaced(world), world.attempts()) == (1, {1, 2})
+    node = world.loss["node"]
+    assert kept_off(world.pods[f"job-{replica}"]) == [node] == world.status["avoidedNodes"]
+    assert world.run().phase == "Running"
+
+
+def test_an_older_hub_ends_all_with_a_failed_gpu_and_all_restart():
+    words = json.dumps({"version": 1, "kind": "hardware", "code": 74, "round": 0})
+    world = holding().end(1, 74, message=words).end(0, 75).end(2, 75).wait(5)
+    assert (intent(world), world.counts) == ((3, 3, ""), (1, 0, 1))
+    assert world.status["avoidedNodes"] == [world.loss["node"]]
 
 
 @pytest.mark.parametrize(("lost", "alone"), [(256, True), (257, False)])

@@ -574,6 +574,59 @@ def test_one_that_leaves_lets_the_others_save_and_is_replaced():
     assert (record["kind"], record["replica"], record["snapshotStep"]) == ("lost", 1, 12)
 
 
+HERE = "a GPU failed here; the others wait for a new pod in this one's place"
+
+
+@pytest.mark.fault("N13")
+@pytest.mark.parametrize("late", [False, True])  # heard of once all are being stopped
+def test_a_launcher_whose_gpu_failed_ends_and_the_others_hold(late):
+    gang = running()
+    if late:
+        gang.fails(0, -9)
+        gang.stop(0, 1)
+        gang.said()
+        gang.says(2, Stopped(0, (Exit(4, 0, 74, 0.0), Exit(5, 1, -9, 0.0, ours=True)), 7))
+        assert gang.said() == {2: [End(4, HERE, graceful=False)]}
+    else:
+        gang.fails(2, 74)
+        assert gang.said() == {**everyone(Stop(0)), 2: [End(4, HERE, graceful=False), Stop(0)]}
+        gang.stop(0, 1, 2)
+    gang.hub.tick(20.0)
+    assert gang.said() == {}, "for its workers may run"
+    gang.loses(2, now=21.0)
+    gang.comes(2, 22.0, birth=5)
+    [record] = gang.goes(1).records
+    assert (record["kind"], record["replica"], gang.hub.history.failures) == ("lost", 2, 0)
+
+
+def test_who_stands_by_takes_the_place_of_a_failed_gpu():
+    gang = Gang(standby=1)
+    gang.fails(2, 74)
+    gang.stop(0, 1)
+    assert gang.words()[0] == "Stop"
+    gang.loses(2)
+    gang.hub.tick(2.0)
+    gang.goes(1, (0, 1, 3))
+
+
+def test_a_hub_whose_own_gpu_failed_leaves_the_others_to_the_next():
+    gang = running()
+    gang.fails(0, 74)
+    gang.fails(1, 75)
+    gang.hub.tick(20.0)
+    assert gang.said() == {0: [End(0, HERE, graceful=False)]}, "they hold once its link closes"
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_where_others_cannot_wait_a_failed_gpu_ends_the_attempt(final):
+    gang = running(waits=final)
+    if final:  # a rule of the job
+        gang.hub.limits = replace(gang.hub.limits, final=frozenset({74}))
+    gang.fails(2, 74)
+    gang.stop(*ALL)
+    assert gang.words() == dict.fromkeys(ALL, "Stop End")
+
+
 @pytest.mark.parametrize("in_time", [True, False])
 def test_a_hub_that_replaces_one_waits_for_all_and_not_for_ever(in_time):
     gang = Gang(replaces=True)

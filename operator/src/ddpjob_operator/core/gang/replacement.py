@@ -29,7 +29,8 @@ from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 _NAMED: Final = 10  # takeovers in one Event
-_NOT_BY_HUB: Final = ("Infrastructure", "Disruption", "Collateral")
+#: A hub of an older version ends all where a GPU failed: those are then of the same incident.
+_NOT_BY_HUB: Final = ("Hardware", "Infrastructure", "Disruption", "Collateral")
 
 
 def record_hub_report(job: Job, status: Status, polled: Rounds | None, change: Change) -> Change:

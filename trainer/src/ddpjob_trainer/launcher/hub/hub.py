@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from typing import Any
 
-from ddpjob_contract import STATE_MAX_AWAY, Round
+from ddpjob_contract import STATE_MAX_AWAY, ExitCode, Round
 from ddpjob_trainer.launcher.hub import messages, root_cause, rounds
 from ddpjob_trainer.launcher.hub.messages import Hello, Message, OfRound
 from ddpjob_trainer.launcher.hub.root_cause import Exit
@@ -153,6 +153,26 @@ class Hub:
             self.outcome.wait_until = now + self.limits.hold
         return replica
 
+    def dismiss(self, now: float) -> bool:
+        """End launchers with a failed GPU if the others can wait; return whether the hub's is one.
+
+        A pod keeps its GPUs, so a round there would meet the failure again.
+        """
+        seats, outcome, dismissed = self.seats, self.outcome, set[int]()
+        if not seats.can_wait or ExitCode.HARDWARE in self.limits.final:
+            return False
+        for exit_ in outcome.exits.values():
+            replica = exit_.rank // outcome.nproc
+            if exit_.code == ExitCode.HARDWARE and replica not in outcome.lost:
+                seat = seats.serving[replica]
+                seats.leaving.add(seat)
+                seats.stopped.discard(seat)
+                dismissed.add(seat)
+                self.note_loss(seat, "had a GPU that failed", now)
+                why = "a GPU failed here; the others wait for a new pod in this one's place"
+                self.post(seat, messages.End(exit_.rank, why, graceful=False))
+        return 0 in dismissed
+
     # --- What launchers say --------------------------------------------------------------
 
     def receive(self, seat: int, message: Message, now: float) -> None:
@@ -263,6 +283,8 @@ class _Phase:
         """Begin the next round, wait for missing launchers, or end."""
         hub, seats, outcome = self._hub, self._hub.seats, self._hub.outcome
         following = History()
+        if hub.dismiss(now):
+            return _Phase(hub)
         if hub.history.round >= 0:
             decision = rounds.decide(
                 hub.history,
@@ -334,6 +356,8 @@ class _GangRuns(_Phase):
         if not outcome.done <= hub.seats.present:
             why = "a launcher whose workers had succeeded is gone"
             return hub.end_by(outcome.cause, why, graceful=graceful)
+        if hub.dismiss(now):
+            return _Phase(hub)
         outcome.lost_first = outcome.loss(hub.seats.idle_pods()) is not None
         outcome.lasted = 0.0 if self._begun_at is None else now - self._begun_at
         survivors = [] if graceful else self._survivors()
