@@ -8,13 +8,19 @@ import importlib.util
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.launching import free_ports, launched, page
+from kubectl_ddp import evidence
+from kubectl_ddp.commands import why
+from kubectl_ddp.gang import Job
+from support import plugin
+from support.launching import finished, free_ports, launched, page
 from support.rounds import kill
 
 SCRIPTS = Path(__file__).parents[1] / "support/foreign"
@@ -57,11 +63,27 @@ def await_all(directory: Path, launcher: Any, wait_until: Callable[..., None]) -
     return places
 
 
+def longest_silence(script: Path) -> int:
+    """Seconds within which any start prints: three at once, on a machine of whatever load."""
+    began = time.monotonic()
+    finished("-c", f"import torch, {script.stem.removeprefix('with_')}")
+    return 10 + int(8 * (time.monotonic() - began))
+
+
+def explained(directory: Path) -> str:
+    """What `kubectl ddp why` says of the first round that failed, from what launchers kept."""
+    _, kept = finished("-m", "ddpjob_trainer", "evidence", "ls", "--json", directory / "kept")
+    job = Job(plugin.job())
+    *_, case = why.cases(job, (), evidence.parsed(kept), everything=True)
+    return "\n".join(why.page(job, case, 1, datetime.now(UTC), 200))
+
+
 def train(script: Path, directory: Path, wait_until: Callable[..., None]) -> dict[str, Any]:
     """Kill rank 1 where all wait, unless they need not; the termination report."""
     report = directory / "report"
     words = ("--nproc", "3", "--termination-log", str(report))
-    with launched(*words, str(script), str(directory)) as launcher:
+    env = {"DDPJOB_SNAPSHOT_DIR": str(directory / "kept")}
+    with launched(*words, str(script), str(directory), env=env) as launcher:
         if not (directory / "go").exists():
             places = await_all(directory, launcher, wait_until)
             kill(int(places[1].read_text()))
@@ -81,10 +103,40 @@ def test_a_killed_rank_of_an_unmodified_script_comes_back_in_place(script, tmp_p
     report = train(script, killed, wait_until)
     assert report["round"] == 1
     assert (report["rounds"][0]["rank"], report["rounds"][0]["signal"]) == (1, signal.SIGKILL)
+    said = explained(killed)
+    assert "First:     rank 1, " in said
+    assert "(Killed, SIGKILL, exit code 137)" in said
     for rank in RANKS:
         assert (killed / f"begun-{rank}").read_text().split() == ["0", str(HELD_AFTER)]
     # Not bit for bit: no word of ours orders the sums of plain DDP after a restart.
     assert outcome(killed) == pytest.approx(outcome(calm), rel=1e-4, abs=1e-6)
+
+
+def test_what_a_script_prints_is_shown_and_its_silence_ends_it(script, tmp_path, wait_until):
+    """Unmodified: so it is watched by spec.output and spec.hang.outputSeconds alone."""
+    (port,) = free_ports(1)
+    words = ("--nproc", "3", "--metrics-port", str(port))
+    env = {
+        "DDPJOB_HANG_OUTPUT_SECONDS": str(longest_silence(script)),
+        "DDPJOB_SNAPSHOT_DIR": str(tmp_path / "kept"),
+    }
+
+    def printed() -> dict[str, float]:
+        found: dict[str, float] = json.loads(page(port, "state")).get("printed") or {}
+        return found
+
+    with launched(*words, str(script), str(tmp_path), env=env) as launcher:
+        places = await_all(tmp_path, launcher, wait_until)
+        wait_until(lambda: {"step", "loss"} <= printed().keys(), "step and loss", SECONDS)
+        assert 0 <= printed()["step"] <= HELD_AFTER + 5
+        os.kill(int(places[1].read_text()), signal.SIGSTOP)
+        (tmp_path / "go").touch()
+        _, err = launcher.communicate(timeout=2 * SECONDS)
+    assert launcher.returncode == 0, err
+    said = explained(tmp_path)
+    assert "First:     rank 1, " in said
+    assert "no rank has printed a line for" in said
+    outcome(tmp_path)
 
 
 def test_with_an_adapter_a_script_reports_progress_and_a_hang_ends_it(script, tmp_path, wait_until):

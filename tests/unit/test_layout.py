@@ -31,9 +31,9 @@ MOST_LINES = {
     "dev/bench": 4_571,
     "dev/devcluster": 4_051,
     "studies": 3_826,
-    "tests": 65_263,
+    "tests": 65_363,
 }
-MOST_WORDS = 49_104  # of all pages in docs
+MOST_WORDS = 49_447  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

@@ -6,6 +6,7 @@ import torch
 import toy
 from accelerate import Accelerator, skip_first_batches
 from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
 
 accelerator = Accelerator(cpu=True)
 # (the adapter)
@@ -20,6 +21,7 @@ step = max(done, default=0)
 if step:
     accelerator.load_state(str(checkpoints / f"step-{step}"))
 toy.begun(step)
+bar = tqdm(total=toy.STEPS, initial=step, disable=not accelerator.is_local_main_process)
 
 while step < toy.STEPS:
     for batch in skip_first_batches(loader, step % len(loader)):
@@ -28,6 +30,8 @@ while step < toy.STEPS:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
+        bar.update(1)
+        bar.set_postfix(loss=loss.item())
         accelerator.log({"loss": loss.item()}, step=step)
         if step % toy.EVERY == 0:
             accelerator.save_state(str(checkpoints / f"saving-{step}"))

@@ -3,7 +3,7 @@
 import lightning
 import torch
 import toy
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from torch.utils.data import DataLoader
 
 
@@ -17,7 +17,7 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch, index):
         loss = self.line(**batch)["loss"]
-        self.log("loss", loss)
+        self.log("loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self):
@@ -27,12 +27,13 @@ class Module(lightning.LightningModule):
 callbacks = [
     ModelCheckpoint(
         dirpath=toy.OUT / "checkpoints", every_n_train_steps=toy.EVERY, save_last=True, save_top_k=0
-    )
+    ),
+    TQDMProgressBar(),  # rich's, the default where rich is installed, shows its end alone in a pipe
 ]
 # (the adapter)
 trainer = lightning.Trainer(
     accelerator="cpu", strategy="ddp", devices=3, max_steps=toy.STEPS, callbacks=callbacks,
-    log_every_n_steps=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
+    log_every_n_steps=1, logger=False, enable_model_summary=False,
 )  # fmt: skip
 module = Module()
 trainer.fit(module, DataLoader(toy.Toy(), batch_size=toy.BATCH), ckpt_path="last")

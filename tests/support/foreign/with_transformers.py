@@ -19,7 +19,7 @@ trainer = Trainer(
     args=TrainingArguments(
         output_dir=str(checkpoints), max_steps=toy.STEPS, per_device_train_batch_size=toy.BATCH,
         save_steps=toy.EVERY, logging_steps=1, use_cpu=True, ddp_backend="gloo",
-        report_to="none", disable_tqdm=True, remove_unused_columns=False,
+        report_to="none", remove_unused_columns=False,
     ),
     train_dataset=toy.Toy(),
     callbacks=callbacks,

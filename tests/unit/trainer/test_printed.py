@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,40 @@ from ddpjob_contract.output import flaw
 from ddpjob_trainer.launcher.printed import Numbers, Reader
 
 BAR = "|████▌     | "
+GUIDE = Path(__file__).parents[3] / "docs/guides/migration.md"
+#: What programs printed when they were tried as the guide says, step and loss of it.
+PROGRAMS: dict[str, tuple[list[str], int, float | None]] = {
+    "pytorch/examples ddp-tutorial": (
+        [f"[GPU0] Epoch {epoch} | Batchsize: 32 | Steps: 3125" for epoch in (0, 1)], 3125, None,
+    ),
+    "pytorch/examples minGPT-ddp": (
+        ["[RANK0] Epoch 1 | Iter 100 | Train Loss 3.26367"], 100, 3.26367,
+    ),
+    "pytorch/examples imagenet": (
+        ["Epoch: [0][    13/320292]\tTime  0.139 ( 0.233)\tLoss 6.9118e+00 (6.9345e+00)"],
+        13, 6.9118,
+    ),
+    "pytorch/examples mnist": (["Train Epoch: 1 [512/60000 (1%)]\tLoss: 2.322512"], 512, 2.322512),
+    "nanoGPT": (["iter 2: loss 10.8315, time 762.86ms, mfu -100.00%"], 2, 10.8315),
+    "build-nanogpt": (
+        ["step    32 | loss: 12.473804 | lr 2.7692e-05 | norm: 0.4810"], 32, 12.473804,
+    ),
+    "MAE": (
+        ["[13:50:53.265485] Epoch: [0]  [31/32]  eta: 0:00:00  lr: 0.000001  loss: 0.9202 (0.93)"],
+        31, 0.9202,
+    ),
+    "DINO": (
+        ["Epoch: [0/100]  [10/32]  eta: 0:00:07  loss: 4.122020 (4.136202)  lr: 0.000000"],
+        10, 4.12202,
+    ),
+    "timm": (["Train: 0 [  10/32 ( 34%)]  Loss: 0.743 (0.719)  Time: 0.134s"], 10, 0.743),
+    "TRL (transformers)": (
+        [f"  0%{BAR}10/5000 [00:00<02:09, 38.67it/s]", "{'loss': '3.465', 'grad_norm': '1.391'}"],
+        10, 3.465,
+    ),
+    "Lightning": ([f"Epoch 0:  15%{BAR}126/860 [00:01<00:09, 79.55it/s, v_num=0]"], 126, None),
+    "Lightning Fabric": (["Train Epoch: 1 [576/60000 (2%)]\tLoss: 2.321865"], 576, 2.321865),
+}  # fmt: skip
 
 
 def after(*lines: str, output: Mapping[str, Any] = {}) -> Numbers:
@@ -76,6 +111,7 @@ def short(found: Numbers) -> tuple[int | None, int | None, float | None]:
             ["Epoch 2/9 ━━━━━━━╸━━━━━━━━━ 21/64 0:00:02 • 0:00:01 23.11it/s v_num: 0.000"],
             149, 640, None,
         ),
+        (["Epoch 5/-2 ━━━━━━ 5/5 0:00:00 • 0:00:00 129.67it/s loss: 0.218"], 30, None, 0.218),
         # transformers
         (
             [
@@ -135,6 +171,13 @@ def short(found: Numbers) -> tuple[int | None, int | None, float | None]:
 )  # fmt: skip
 def test_lines_of_programs(lines, step, total, loss):
     assert short(after(*lines)) == (step, total, loss)
+
+
+def test_the_guide_shows_what_is_read_of_programs_that_were_tried():
+    for program, (lines, step, loss) in PROGRAMS.items():
+        assert short(after(*lines))[::2] == (step, loss), program
+    rows = re.findall(r"^\| (.*?) \| yes \| (yes|no) \| rank 1", GUIDE.read_text(), re.MULTILINE)
+    assert rows == [(name, "yes" if loss else "no") for name, (_, _, loss) in PROGRAMS.items()]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ _ODD_UNIT: Final = re.compile(
 )
 _RATE: Final = re.compile(r"([\d.]+)it/s")
 _MOST_RATE: Final = 20_000.0  # per second: what is faster counts bytes or rows
-_EPOCH: Final = r"\bEpoch\b(?:\(train\))?['\"]?\W{0,4}(\d+)(?![.\d])(?:\s*/\s*(\d+))?"
+_EPOCH: Final = r"\bEpoch\b(?:\(train\))?['\"]?\W{0,4}(\d+)(?![.\d])(?:\s*/\s*(?:-\d+|(\d+)))?"
 #: Each with epoch, epochs, counter and its end. A counter of samples is shown as it is.
 _WITHIN: Final = tuple(
     re.compile(form, re.IGNORECASE)
