@@ -101,10 +101,10 @@ class _Link:
 class ModelRescuer(rescue.Rescuer):
     """The real one but for files and sockets."""
 
-    def begin(self, what: str, now: float) -> bool:
+    def begin(self, what: str, now: float, most: str = "") -> bool:
         workers: Any = self._workers
         with mock.patch.object(rescue, "read_marks", workers.survivor.marks):
-            return super().begin(what, now)
+            return super().begin(what, now, most)
 
     def _ask(self, rank: int, what: str, seconds: float) -> None:
         link: Any = _Link(self._workers)  # type: ignore[arg-type]

@@ -73,6 +73,7 @@ for step in run.steps(data):
     assert len(determinism.buckets(model)) > 1
     come_to(f"step-{{step.index}}")
     step.commit()
+    come_to(f"committed-{{step.index}}")
     with (directory / f"losses-{{rank}}").open("a") as losses:
         losses.write(f"{{step.index}} {{loss.item().hex()}}\\n")
 for buffer in net.buffers():  # those of rank 0 count; DDP shares them in each forward
@@ -109,7 +110,7 @@ class Training:
     def hold(self, *places: str) -> None:
         """Hold places such as "1-0-step-9": attempt 1, round 0, before the commit of step 9.
 
-        "1-0-import-1" holds rank 1 only.
+        "committed": after it. "1-0-import-1" holds rank 1 only.
         """
         for place in places:
             (self.directory / f"hold-{place}").touch()

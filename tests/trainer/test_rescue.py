@@ -62,6 +62,23 @@ def test_no_finished_step_is_done_again(training, tmp_path, undisturbed, launche
 
 
 @pytest.mark.tier("gate")
+@pytest.mark.parametrize("launchers", [1, 3])
+def test_rank_0_does_what_it_had_to_do_after_commit(training, tmp_path, undisturbed, launchers):  # type: ignore[no-untyped-def]
+    """The others hold the step after it: with that, rank 0's line of it would be missing."""
+    env = {**patched(tmp_path, PATIENT), **ON}
+    training.hold(f"1-0-committed-{KILLED}-0")
+    if launchers == 1:
+        training.launch(*COLD, **env)
+    else:
+        training.attempt(1, *COLD, **env)
+    (pid,) = training.at(f"1-0-committed-{KILLED}", [0])
+    await_snapshot(training.directory / "snapshots" / "00000001", KILLED // 4 * 4)
+    kill(pid)
+    assert training.codes() == [0] * launchers, training.errors
+    assert training.outcome() == undisturbed
+
+
+@pytest.mark.tier("gate")
 def test_survivors_stay_for_a_launcher_that_is_late(training, tmp_path, undisturbed):  # type: ignore[no-untyped-def]
     """It is stopped while its worker is killed, and goes on once the others have lost that one."""
     late = {**PATIENT, **UNHURRIED, "launcher.hub.messages._SILENT_SECONDS": PATIENCE}

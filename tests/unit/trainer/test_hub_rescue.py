@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ddpjob_trainer.launcher.hub.hub import RESCUE_SECONDS
-from ddpjob_trainer.launcher.hub.messages import Message, Rescuing, Stop, decode, encode
+from ddpjob_trainer.launcher.hub.messages import End, Message, Rescuing, Stop, decode, encode
 from support.hub_gang import Gang
 
 STOP = Stop(0)
@@ -15,13 +16,22 @@ WRITE, VOUCH = Stop(0, rescue="write"), Stop(0, rescue="vouch")
 ALL = {0: [STOP], 1: [STOP], 2: [STOP]}
 
 
-def rescuing(*seats: int) -> Gang:
+def rescuing(*seats: int, **more: Any) -> Gang:
     """A gang in which these launchers may save a step."""
-    gang = Gang()
+    gang = Gang(**more)
     for seat, hello in gang.hub.seats.members.items():
         gang.hub.seats.members[seat] = replace(hello, rescues=seat in seats)
     gang.hub.seats.own = gang.hub.seats.members[0]
     return gang
+
+
+def test_what_rank_0_has_ended_goes_with_the_word():
+    """Its launcher knows more, if it passes the word on."""
+    gang = rescuing(0, 1, 2)
+    gang.fails(0, -9, step=23)
+    assert gang.said() == {0: [replace(WRITE, word="23")]}
+    gang.says(0, Rescuing(0, "next", "24"))
+    assert gang.said() == {1: [replace(WRITE, word="24")]}
 
 
 def asked(*seats: int) -> Gang:
@@ -113,6 +123,25 @@ def test_a_lost_pod_is_a_failure_too():
     gang = rescuing(0, 1, 2)
     gang.loses(1)
     assert gang.said() == {0: [WRITE]}
+
+
+def test_the_survivors_of_an_attempt_that_ends_save_first():
+    gang = rescuing(0, 1, 2, waits=False)
+    gang.loses(1)
+    assert gang.said() == {0: [WRITE]}
+    gang.says(0, Rescuing(0, "yes", "own"))
+    assert gang.said() == {0: [STOP], 2: [STOP]}
+    gang.stop(0)
+    assert gang.said() == {}
+    gang.stop(2)
+    end = End(-1, "the launcher of replica 1 was lost", graceful=False)
+    assert gang.said() == {0: [end], 2: [end]}
+    alone = rescuing(waits=False)
+    alone.loses(1)
+    assert alone.said() == {0: [end], 2: [end]}
+    without = rescuing(0, 1, 2, budget=0)
+    without.fails(1, -9)
+    assert without.said() == {0: [WRITE]}
 
 
 def test_older_launchers_are_not_asked_and_hear_nothing_new():

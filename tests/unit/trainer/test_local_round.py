@@ -138,6 +138,18 @@ def test_replica_1_saves_the_newest_step_of_a_gang_whose_hub_is_lost(replica, ab
     assert part.did == ["leave", *([] if saves else ["stop 0"])]
 
 
+def test_who_saves_as_the_attempt_ends_is_left_to_it():
+    part = Part(Running, can_wait=False)
+
+    def begin(what: str, now: float) -> bool:
+        part.workers.stopping = True  # but for who saves all are ended
+        return True
+
+    part.phase.round.rescuer = Mock(begin=begin)
+    part.take(lost="gone")
+    assert (part.ended.lost, part.did) == ("gone", [])
+
+
 @pytest.mark.parametrize(("rescues", "until"), [(False, 120.0), (True, 150.0)])
 def test_a_parked_launcher_waits_while_a_survivor_elsewhere_saves(rescues, until):
     part = Part(Parked, can_wait=False)

@@ -25,7 +25,7 @@ def configure(path: Path | None, rank: int, round_: int) -> None:
         _fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
 
-def mark(event: str, **more: int) -> None:
+def mark(event: str, **more: int | str) -> None:
     """Append one line, if anybody wants it."""
     if _fd >= 0:
         line = {"t": time.monotonic(), "event": event, "rank": _rank, "round": _round, **more}

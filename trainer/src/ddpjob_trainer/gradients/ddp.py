@@ -226,6 +226,8 @@ class DdpAveraging:
         """Give every rank rank 0's buffers before the update, with a rescue.
 
         DDP does so again in the next forward. There rank 0 may have died, and no survivor has them.
+        Both are needed: what rank 0 alone changes after commit() counts in that forward, and the
+        switch must change no bit.
         """
         if self._rescue and self._world.size > 1:
             for model in self._models:

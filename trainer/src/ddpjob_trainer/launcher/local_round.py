@@ -130,7 +130,9 @@ class Phase:
             if message.round == round_.workers.round and not (self.stopped or ended.signal):
                 if message.graceful:
                     round_.end_by_grace(now)  # with the launcher that leaves
-                elif not (message.rescue and rescuer and rescuer.begin(message.rescue, now)):
+                elif not (
+                    message.rescue and rescuer and rescuer.begin(message.rescue, now, message.word)
+                ):
                     last_words = 0 if round_.member.rounds else _LAST_WORDS_SECONDS
                     round_.workers.stop(now, last_words=last_words)
                 return Stopping(round_, now)
@@ -172,6 +174,8 @@ class Phase:
         if round_.config.env.standby and not ended.end:  # another may serve it soon: do not save
             round_.workers.stop(now, last_words=0)
         over = ended.signal or ended.end or isinstance(self, Succeeded)
+        # Nobody chooses who saves: it is replica 1, where no other worker need be asked.
+        saves = round_.rescuer if round_.config.replica == 1 and not over else None
         in_time = not overdue or isinstance(self, Running)
         if round_.config.holds and link.met and in_time and not over:
             round_.say(f"the hub was lost: {lost}; waiting for it or for another one")
@@ -179,8 +183,6 @@ class Phase:
             round_.hub_lost = f"the hub was lost: {lost}"
             if isinstance(self, Parked):
                 link.join()
-            # Nobody chooses who saves: it is replica 1, where two workers can do it by themselves.
-            saves = round_.rescuer if round_.config.replica == 1 else None
             if not (self.stopped or (saves is not None and saves.begin("alone", now))):
                 round_.workers.stop(now, last_words=0)
             following = self if self.stopped else Stopping(round_, now)
@@ -189,6 +191,8 @@ class Phase:
         self._abandon()
         ended.lost = lost
         ended.before_loss = root_cause.first_failure(round_.workers.exits)
+        if saves is not None and not self.stopped:
+            saves.begin("alone", now)
         round_.end_attempt(now)
         return self
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ddpjob_trainer import trace
 from ddpjob_trainer.launcher.hub.messages import Message, Rescuing
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
 from ddpjob_trainer.liveness.marks import read_marks, socket_path
@@ -26,6 +27,8 @@ _SHARE, MOST_SECONDS = 0.5, 30.0
 _FIRST_WRITE_SECONDS = 0.1
 #: A process that dies accepts as well: one that lives says its first word in this time.
 _FIRST_WORD_SECONDS = 0.3
+#: For chaos: what a rescue came to here, beside what a worker says itself.
+_CAUSES = {"no": "it does not pay", "next": "no process can, in time", "done": "saved"}
 
 
 class Rescuer:
@@ -44,16 +47,24 @@ class Rescuer:
         self._writer = -1
         self._until = 0.0
         self._alone = False  # a second worker of this launcher vouches
+        self._most = ""
 
-    def begin(self, what: str, now: float) -> bool:
-        """Ask workers to write or to vouch; return whether one is asked, else all may be ended."""
+    def begin(self, what: str, now: float, most: str = "") -> bool:
+        """Ask workers to write or to vouch; return whether one is asked, else all may be ended.
+
+        ``most``: the newest step whose body rank 0 has ended, "" where rank 0 is here, or lost.
+        """
+        # What rank 0 does after commit() it does alone, and would do again if the step was.
+        first = read_marks(self._workers.state_dir, 0).step
+        self._most = str(first) if first >= 0 else most
         found = {rank: read_marks(self._workers.state_dir, rank) for rank in self._workers.pids}
         able = [rank for rank in found if found[rank].whole]
-        able.sort(key=lambda rank: (found[rank].step, found[rank].intact))
+        able.sort(key=lambda rank: (rank == 0, found[rank].step, found[rank].intact))
         if not able:
-            return self._answer("next", now)
+            return self._answer("next", now, self._most)
         *others, best = able
-        others = [rank for rank in others if found[rank].step == found[best].step]
+        step, intact = found[best].step, found[best].intact
+        others = [rank for rank in others if found[rank].step == step or not intact]
         single = what == "alone" and not others
         self._alone = single or (what != "vouch" and bool(others))
         seconds = min(_SHARE * found[best].saved, MOST_SECONDS)
@@ -68,7 +79,7 @@ class Rescuer:
                 self._ask(others[-1], "vouch", seconds)
         except OSError:
             self._close()
-            return self._answer("next", now)
+            return self._answer("next", now, self._most)
         first_word_by = now + _FIRST_WORD_SECONDS
         self._workers.end_all_but(self._links, now, self._until, first_word_by=first_word_by)
         return True
@@ -80,6 +91,8 @@ class Rescuer:
                 self._links[self._writer].sendall(json.dumps({"word": word}).encode() + b"\n")
 
     def _answer(self, answer: str, now: float, word: str = "") -> bool:
+        if answer in _CAUSES:
+            trace.mark("rescue", came_to=_CAUSES[answer])
         self._send(Rescuing(self._workers.round, answer, word), now)
         return False
 
@@ -90,7 +103,9 @@ class Rescuer:
         self._selector.register(link, selectors.EVENT_READ, partial(self._read, rank))
         link.setblocking(False)
         link.connect(str(socket_path(self._workers.state_dir, rank)))
-        link.sendall(json.dumps({"do": what, "seconds": seconds}).encode() + b"\n")
+        most = int(self._most) if self._most and rank else None
+        order = {"do": what, "seconds": seconds, "most": most}
+        link.sendall(json.dumps(order).encode() + b"\n")
 
     def _read(self, rank: int, now: float) -> None:
         if rank not in self._links:  # closed for the other one, in the same select()
@@ -107,7 +122,7 @@ class Rescuer:
                 over = True
         if over and (rank == self._writer or self._writer < 0):
             if not part:  # it died: who waits for it need not
-                self._answer("next", now)
+                self._answer("next", now, self._most)
             self._close()
             self._workers.kill_by(now)
         elif not part:
@@ -130,9 +145,10 @@ class Rescuer:
             self._answer("done", now, f"{rank} {line['done']}")
             self._say(f"rank {rank} has saved step {line['done']}: no step is done again")
         else:
+            trace.mark("rescue", came_to=line["no"])
             self._say(f"rank {rank} saves no step: {line['no']}")
             if writes or self._writer < 0:
-                self._answer("next", now)
+                self._answer("next", now, self._most)
             self.agree("none")
         return True
 

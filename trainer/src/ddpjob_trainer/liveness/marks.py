@@ -25,7 +25,7 @@ class Marks:
 
     ``intact``: no update has begun since the boundary. ``whole``: all of the state could be saved.
     ``step_seconds``, ``write_seconds``: how long a step and a write of the whole state take.
-    ``vouched``: the other one of two ranks held the same bits one step before.
+    ``vouched``: all ranks held the same bits one step before.
     """
 
     step: int = -1

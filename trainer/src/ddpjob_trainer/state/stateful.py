@@ -105,6 +105,11 @@ class BufferBackup:
         if self._copies:
             torch._foreach_copy_(self._copies, buffers)
 
+    @property
+    def copies(self) -> Sequence[torch.Tensor]:
+        """What they held, in the modules' order."""
+        return self._copies
+
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each tensor that is there now with what its place held.
 

@@ -4,6 +4,10 @@ A thread listens, for the main one may wait in a collective for a peer that is g
 asks one survivor to write an ordinary snapshot of its newest boundary, and another one to vouch: to
 hash its own. Only where both hold the same bits does the snapshot get its manifest, as one flipped
 bit would become everybody's. Off unless environment.RESCUE is set.
+
+Rank 0's own work after commit() (files, logs) is never left out: a step in whose body it died is
+left under way, and the older snapshot counts. Nobody can know it of a pod that is lost: then, and
+on other ranks, such work of the last step is not done again.
 """
 
 from __future__ import annotations
@@ -140,21 +144,23 @@ class Boundary:
         self._versions = self._now()
 
     def digest(self) -> list[float]:
-        """Return numbers whose sums over the ranks tell whether registered objects are equal."""
-        if not self._objects:
-            return []
+        """Return numbers whose sums over the ranks tell whether what bodies change is equal."""
         flat = flatten(self._kept)
         text = json.dumps([flat.tree, flat.aliases], sort_keys=True).encode()
         crc = zlib.crc32(text)
         for name in sorted(flat.tensors):
             crc = zlib.crc32(raw(flat.tensors[name]), crc)
+        for buffer in (one for backup in self._backups for one in backup.copies):
+            crc = zlib.crc32(raw(buffer), crc)
         number = crc >> 12  # so that sums of squares are exact
         return [float(number), float(number * number)]
 
     def compare(self, sums: Sequence[float], ranks: int) -> None:
         """Take in the sums of digest(): rank 0's count, and it may be the one that dies."""
-        if sums and sums[0] ** 2 != ranks * sums[1]:
-            self.why_not = self.why_not or "registered objects differ from rank to rank"
+        total, squares = sums
+        if not _are_equal(total, squares, ranks):
+            differ = "registered objects, or buffers after commit(), differ from rank to rank"
+            self.why_not = self.why_not or differ
 
     # --- For the rescue's thread --------------------------------------------------------------
 
@@ -216,6 +222,10 @@ class Boundary:
         return Exact(state, tensors_only=True)
 
 
+def _are_equal(total: float, squares: float, ranks: int) -> bool:
+    return total * total == ranks * squares
+
+
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.detach().clone() if isinstance(value, torch.Tensor) else value
@@ -237,7 +247,7 @@ def _place(tensor: torch.Tensor) -> _Place:
 # --- The rescue -----------------------------------------------------------------------------------
 
 _PACE_STEPS = 20  # whose mean is the time of a step
-_HASH_SHARE = 0.02  # of all steps, at most, for hashes that only one survivor of two needs
+_HASH_SHARE = 0.01  # of all steps, at most, for hashes that only a single survivor needs
 
 
 class Rescue:
@@ -317,37 +327,37 @@ class Rescue:
         """Return numbers to add up over all ranks, of what each has registered itself."""
         if self._boundary is None:
             return []
-        return [*self._boundary.digest(), *(self._hash() if self._world.size == 2 else ())]
+        return [*self._boundary.digest(), *self._hash()]
 
     def _hash(self) -> list[float]:
-        """Return numbers by which each of two ranks vouches for the other, as long as it lives.
+        """Return numbers by which the ranks vouch for each other, as long as they live.
 
         And, each in its place: after how many steps a hash costs this rank its share.
         """
+        waits = [0.0] * self._world.size
         number, boundary, begun = 0, self._boundary, time.perf_counter()
         assert boundary is not None
         if not self._paced or boundary.step < self._hash_due:
-            return [0.0] * 4
+            return [0.0, 0.0, *waits]
         with contextlib.suppress(ChangedError):
             word = word_of(boundary.step, boundary.captured(self._world.rank))
             number = zlib.crc32(word.encode()) >> 12 | 1  # so that sums of squares are exact
         self._hashed = boundary.step
-        steps = (time.perf_counter() - begun) / (_HASH_SHARE * self._pace)
-        places = (steps, 0.0) if self._world.rank == 0 else (0.0, steps)
-        return [float(number), float(number * number), *places]
+        waits[self._world.rank] = (time.perf_counter() - begun) / (_HASH_SHARE * self._pace)
+        return [float(number), float(number * number), *waits]
 
     def receive(self, sums: Sequence[float]) -> None:
         """Take in the sums of report()."""
         if self._boundary is None:
             return
-        if self._world.size == 2:
-            *sums, total, squares, first, second = sums
-            if wait := max(first, second):
-                self._hash_due = self._hashed + math.ceil(wait)
-            if total and total**2 == 2 * squares:
-                self._vouched = self._hashed
+        ranks = self._world.size
+        self._boundary.compare(sums[:2], ranks)
+        total, squares, *waits = sums[2:]
+        if wait := max(waits):
+            self._hash_due = self._hashed + math.ceil(wait)
+        if total and _are_equal(total, squares, ranks):
+            self._vouched = self._hashed
             self._mark()
-        self._boundary.compare(sums, self._world.size)
 
     def hold(self) -> None:
         """Stay for a moment where a peer is lost: the launcher may want what this process holds."""
@@ -384,18 +394,20 @@ class Rescue:
         self._until = time.monotonic() + float(order["seconds"])
         self._asked.set()
         try:
-            self._obey(link, lines, order["do"])
+            self._obey(link, lines, order["do"], order.get("most"))
         except Exception as error:  # whatever it is, the older snapshot counts
             _tell(link, no=str(error) or type(error).__name__)
         finally:
             self._over.set()
 
-    def _obey(self, link: socket.socket, lines: BinaryIO, what: str) -> None:
+    def _obey(self, link: socket.socket, lines: BinaryIO, what: str, most: int | None) -> None:
         boundary, rank = self._boundary, self._world.rank
         assert boundary is not None
         with boundary.reading(self._until - time.monotonic()):
             config = self._config()
             captured, step = boundary.captured(rank), boundary.step
+            if most is not None and step > most:
+                raise ChangedError("rank 0 had more to do after the step's commit()")
             _tell(link, step=step)
             word = word_of(step, captured)
             if what == "vouch":
@@ -408,11 +420,11 @@ class Rescue:
             config = {**config, **boundary.facts(rank), "rescued": rescued}
 
             def agreed() -> bool:
-                if what == "alone":  # the last of two: no more can be known
-                    return self._vouched == step - 1 and boundary.unchanged()
                 # Only now: the other one hashes while this one writes.
-                other = _hear(link, lines, self._until).get("word")
-                return other == word and boundary.unchanged()
+                others = "none" if what == "alone" else _hear(link, lines, self._until)["word"]
+                if others == "none":  # nobody is left: what all held a step before must do
+                    return self._vouched == step - 1 and boundary.unchanged()
+                return others == word and boundary.unchanged()
 
             accelerator = self._world.accelerator
             if not write_alone(files, rank, step, captured, config, accelerator, agreed):

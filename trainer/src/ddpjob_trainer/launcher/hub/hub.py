@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from ddpjob_contract import STATE_MAX_AWAY, ExitCode, Round
@@ -274,7 +275,12 @@ class _Phase:
         cause = outcome.cause
         mine = cause is None or graceful or cause.rank // outcome.nproc == replica
         why = f"the launcher of replica {replica} {how}"
-        return hub.end_by(None if mine else cause, why, graceful=graceful)
+        end = partial(hub.end_by, None if mine else cause, why, graceful=graceful)
+        return end() if graceful else self._end(end, now)
+
+    def _end(self, end: Callable[[], _Phase], now: float) -> _Phase:
+        """End the attempt without a launcher that the gang cannot wait for."""
+        return end()
 
     def take(self, seat: int, message: OfRound, now: float) -> None:
         """Note what a launcher says beside the exits of its workers."""
@@ -351,6 +357,10 @@ class _GangRuns(_Phase):
         if isinstance(message, messages.Failed):
             self._left[seat] = message.running
 
+    def _end(self, end: Callable[[], _Phase], now: float) -> _Phase:
+        survivors = self._survivors()
+        return _GangStops(self._hub, now, survivors, end) if survivors else end()
+
     def _stop(self, now: float, *, graceful: bool = False) -> _Phase:
         hub, outcome = self._hub, self._hub.outcome
         if not outcome.done <= hub.seats.present:
@@ -358,16 +368,18 @@ class _GangRuns(_Phase):
             return hub.end_by(outcome.cause, why, graceful=graceful)
         if hub.dismiss(now):
             return _Phase(hub)
-        outcome.lost_first = outcome.loss(hub.seats.idle_pods()) is not None
         outcome.lasted = 0.0 if self._begun_at is None else now - self._begun_at
-        survivors = [] if graceful else self._survivors()
+        survivors = self._survivors(graceful=graceful)
         if not survivors:
             hub.post_all(messages.Stop(hub.history.round, graceful))
         return _GangStops(hub, now, survivors)
 
-    def _survivors(self) -> list[int]:
-        """Return who may save the newest step: where a round follows, and a process is alive."""
+    def _survivors(self, *, graceful: bool = False) -> list[int]:
+        """Return who may save the newest step: where it is trained on, and a process is alive."""
         hub, outcome, seats = self._hub, self._hub.outcome, self._hub.seats
+        outcome.lost_first = outcome.loss(seats.idle_pods()) is not None
+        if graceful:
+            return []
         lost = outcome.lost_first or not rounds.is_final(outcome, hub.limits)
         there = seats.present - seats.leaving - outcome.done if seats.own.rescues and lost else ()
         able = [seat for seat in seats.serving if seat in there and seats.members[seat].rescues]
@@ -375,14 +387,26 @@ class _GangRuns(_Phase):
 
 
 class _GangStops(_Phase):
-    """Stop was sent to all, first to the ``survivors`` that save a step; not all have stopped."""
+    """Stop was sent to all, first to the ``survivors`` that save a step; not all have stopped.
 
-    def __init__(self, hub: Hub, now: float, survivors: Collection[int] = ()) -> None:
+    ``end``: what follows then, None: another round, or what is decided on.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        now: float,
+        survivors: Collection[int] = (),
+        end: Callable[[], _Phase] | None = None,
+    ) -> None:
         self.barrier_at = now + BARRIER_SECONDS
         super().__init__(hub, self.barrier_at)
         self._since = now
+        self._ended = end
         self._survivors = [*survivors]  # not yet asked
         self._writer = -1
+        first = hub.outcome.exits.get(0)
+        self._most = str(first.step) if first is not None else ""  # see Rescuer.begin()
         self._answer_by = 0.0  # until then the others run; 0: they were stopped
         if survivors:
             self._ask_to_write(now)
@@ -390,7 +414,7 @@ class _GangStops(_Phase):
     def _ask_to_write(self, now: float) -> None:
         self._writer, self._answer_by = self._survivors.pop(0), now + RESCUE_SECONDS
         self.due = self._answer_by
-        self._rescue(self._writer, "write" if self._survivors else "alone")
+        self._rescue(self._writer, "write" if self._survivors else "alone", self._most)
 
     def _ask_to_vouch(self) -> None:
         if self._survivors:
@@ -418,6 +442,7 @@ class _GangStops(_Phase):
             # The others have got their Stop: nobody is left to vouch.
             self._rescue(self._writer, "word", "none")
         elif self._answer_by and said.answer == "next" and self._survivors:
+            self._most = said.word or self._most
             self._ask_to_write(now)
         elif self._answer_by:
             if said.answer == "yes" and said.word != "own":
@@ -432,10 +457,13 @@ class _GangStops(_Phase):
                 self.due = self._answer_by
                 return self
             self._stop_rest(now)
-        missing = seats.running()
+        there = seats.present - seats.leaving - seats.stopped
+        missing = there if self._ended is not None else seats.running()
         self.due = self.barrier_at if missing and now < self.barrier_at else None
         if self.due is not None:
             return self
+        if self._ended is not None:
+            return self._ended()
         if missing and not (seats.can_wait and 0 not in missing):
             absent = missing - seats.members.keys()
             which = ", ".join(map(str, sorted(absent or missing)[:8]))

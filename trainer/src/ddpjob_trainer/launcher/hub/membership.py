@@ -385,8 +385,9 @@ def join(
             if config.replacement:  # the others wait for this hub
                 raise
             tell(f"no restart in place: port {config.hub_port} of the hub: {error.strerror}")
-    if listening is None:  # this launcher waits for no other
-        hello = replace(hello, seat=0, replicas=1, holds=False)
+    if listening is None:  # this launcher waits for no other, nor hears what rank 0 has done there
+        rescues = hello.rescues and config.replicas == 1
+        hello = replace(hello, seat=0, replicas=1, holds=False, rescues=rescues)
     # Without its port the hub is unreachable.
     unreachable = config.hub_port is not None and listening is None
     budget = 0 if unreachable else config.rounds_without_progress

@@ -217,9 +217,9 @@ def _at_start(exits: Collection[Exit], cause: Exit, lasted: float) -> str:
 
 
 def is_final(outcome: Outcome, limits: Limits) -> bool:
-    """Return whether no round follows, or a drill's, which repeats steps on purpose."""
+    """Return whether no start follows, or a drill's, which repeats steps on purpose."""
     final, cause = FINAL_EXIT_CODES | limits.final | {ExitCode.HARDWARE}, outcome.cause
-    known = cause is not None and limits.budget > 0 and not _drilled(outcome.exits.values())
+    known = cause is not None and not _drilled(outcome.exits.values())
     return not known or (cause is not None and cause.code in final)
 
 
