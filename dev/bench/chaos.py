@@ -43,6 +43,7 @@ def row(result: dict) -> list[object]:
         len(result["kills"]),
         *(hows[how] for how in HOWS),
         report.spread(in_place, 2),
+        result.get("steps_again", "-"),
         "identical" if result["identical"] else "DIFFERENT",
     ]
 
@@ -61,13 +62,29 @@ def main() -> int:
     kills, steps = (4, 40) if args.quick else (args.kills, args.steps)
     results = [one_run(n, s, kills, steps, args.workload) for n in ranks for s in seeds]
     again = "killed again first"
-    header = ("ranks", "seed", "kills", *HOWS[:-1], again, "in place: s (range)", "verdict")
+    header = (
+        "ranks",
+        "seed",
+        "kills",
+        *HOWS[:-1],
+        again,
+        "in place: s (range)",
+        "steps again",
+        "verdict",
+    )
     print("\n" + report.table(header, [row(result) for result in results]))
     every = [kill for result in results for kill in result["kills"]]
+    came: collections.Counter[str] = collections.Counter()
+    for result in results:
+        came.update(result.get("rescues", {}))
     kinds = collections.Counter(kill["signal"] for kill in every)
     hit = collections.Counter("launcher" if k["victim"] < 0 else "rank" for k in every)
     same = sum(result["identical"] for result in results)
     print(f"\n{len(every)} kills ({dict(kinds)}, {dict(hit)}): {same} of {len(results)} identical")
+    if came:
+        print(
+            "\n" + report.table("a rescue came to | kills", [[*one] for one in came.most_common()])
+        )
     totals = {"kills": len(every), "identical": same == len(results)}
     report.finish("chaos", facts, {**totals, "runs": results}, args.json)
     return 0 if same == len(results) else 1

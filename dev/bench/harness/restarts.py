@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -20,6 +21,7 @@ from pathlib import Path
 import ddpjob_contract as contract
 from ddpjob_tools.prove.record import Incarnation, Records, open_gate
 from ddpjob_tools.prove.run import Run, environment_of_job, launcher
+from ddpjob_trainer.environment import RESCUE
 from ddpjob_trainer.failpoints import GATE, OPEN
 from harness import programs
 
@@ -49,6 +51,7 @@ class Recovery:
     """``seconds`` is what was waited when ``came_back`` is false."""
 
     seconds: float
+    past: float = 0.0  # until all ranks were past what was done before the kill
     came_back: bool = True
     stages: dict[str, float] = field(default_factory=dict)
     repeated: int = 0  # steps made before the kill and once more
@@ -96,6 +99,8 @@ class Subject:
             base["BENCH_RECORD"] = str(self._directory)
             return Run(command, base, self._directory / "log")
         environment = environment_of_job(base, self._directory, "bench", EVERY, None)
+        if "rescue" in self.way:
+            environment[RESCUE] = "1"
         if not self.rounds:
             environment[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] = "0"
         return Run(launcher(self._nproc, *program), environment, self._directory / "log")
@@ -163,7 +168,7 @@ class Subject:
         except TimeoutError:
             self.job.end()
             self.start()
-            return Recovery(patience, came_back=False)
+            return Recovery(patience, patience, came_back=False)
         back = max(story.progress_at for story in self.records.stories)
         lost = 0
         if self.launches != launches and self._torchrun:
@@ -171,7 +176,10 @@ class Subject:
         elif self.job.attempt == attempt:
             lost = self.records.incarnation[1] - before[1] - 1
         resumed = self.records.stories[0].began[self.records.incarnation] or 0
-        return Recovery(back - at, True, self._stages(at), made - resumed, warm, lost)
+        stages = self._stages(at)
+        self._until(lambda: self.records.passed_at(made + 1) is not None, "the next step", patience)
+        past = (self.records.passed_at(made + 1) or math.inf) - at
+        return Recovery(back - at, past, True, stages, made - resumed, warm, lost)
 
     def _lives(self, before: Incarnation, at: float) -> bool:
         """Whether it is another life: a new torchrun counts its rounds from 0 again."""

@@ -266,6 +266,21 @@ def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path):
             write(tmp_path / "a", 1, step(after + 1), step(after + 2))
     records.look()
     assert records.restarts() == [20, None, 0, 35]
+    assert records.again == 2
+    assert (records.passed_at(2), records.passed_at(36)) == (1.0, None)
+
+
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_what_the_rescue_after_each_kill_came_to_is_counted(tmp_path, monkeypatch, switch):
+    monkeypatch.setenv("DDPJOB_TRAINER_RESCUE", switch)
+    trace = tmp_path / "trace"
+    marks = ((1.5, "saved"), (3.5, "it does not pay"), (3.6, "no process can, in time"))
+    words = [json.dumps({"t": t, "event": "rescue", "came_to": came}) for t, came in marks]
+    trace.write_text("\n".join(words))
+    made = [Made(KILL, at, 1, (1, 0), [], 1, how="in place") for at in (1.0, 2.0, 3.0)]
+    made.append(Made(KILL, 4.0, 1, (1, 0), [], 1, how="new launch"))
+    came = {"saved": 1, "nobody was asked": 1, "it does not pay": 1} if switch == "1" else {}
+    assert chaos._rescues(trace, made) == came
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import secrets
 import statistics
 import time
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import Signals
 from typing import Any
@@ -19,8 +22,16 @@ from ddpjob_tools.prove import compare
 from ddpjob_tools.prove.disturb import Disturbance, Made, Pace
 from ddpjob_tools.prove.kill import SIGNALS, plan_kills
 from ddpjob_tools.prove.record import Records, open_gate
-from ddpjob_tools.prove.run import LOOK_SECONDS, ProofError, Run, environment_of_job, launcher
+from ddpjob_tools.prove.run import (
+    LOOK_SECONDS,
+    TRACE_FILE,
+    ProofError,
+    Run,
+    environment_of_job,
+    launcher,
+)
 from ddpjob_trainer.arguments import whole
+from ddpjob_trainer.environment import RESCUE
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
 
@@ -95,6 +106,11 @@ class Result:
     undisturbed_sha256: str
     disturbed_sha256: str
     differences: list[str]
+    again: int = 0  # steps done once more
+    #: Of each kill, seconds until all ranks were past what was done before it.
+    past: Sequence[float] = ()
+    #: What they came to, for each kill with a restart in place.
+    rescues: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def went_on(self) -> list[int]:
@@ -168,6 +184,9 @@ def _as_json(options: argparse.Namespace, result: Result) -> dict[str, Any]:
         "restarts": result.restarts,
         "undisturbed_sha256": result.undisturbed_sha256,
         "disturbed_sha256": result.disturbed_sha256,
+        "steps_again": result.again,
+        "past_seconds": [round(one, 4) for one in result.past],
+        "rescues": result.rescues,
         "differences": result.differences,
     }
 
@@ -193,6 +212,10 @@ def prove(options: argparse.Namespace, folder: Path) -> Result:
         raise ProofError(f"{error}. The end of its output:\n{job.tail()}") from None
     finally:
         job.end()
+    rescues = _rescues(directory / TRACE_FILE, disturbance.made)
+    if "saved" in rescues:  # what a killed process had not recorded of a step that others saved
+        for one, other in zip(undisturbed.stories, records.stories, strict=True):
+            other.losses = {**one.losses, **other.losses}
     result = Result(
         made=disturbance.made,
         launches=job.attempt,
@@ -201,6 +224,13 @@ def prove(options: argparse.Namespace, folder: Path) -> Result:
         undisturbed_sha256=compare.sha256(undisturbed.stories, undisturbed.stories),
         disturbed_sha256=compare.sha256(records.stories, undisturbed.stories),
         differences=compare.differences(undisturbed.stories, records.stories),
+        again=records.again,
+        past=[
+            at - made.at
+            for made in disturbance.made
+            if made.seconds and (at := records.passed_at(made.done + 1)) is not None
+        ],
+        rescues=rescues,
     )
     _say(f"disturbed:   {_summary(result.made)}, weights {compare.weights(records.stories)}")
     steps = ", ".join(map(str, result.went_on)) or "-"
@@ -208,7 +238,29 @@ def prove(options: argparse.Namespace, folder: Path) -> Result:
         f"restarts:    {len(result.restarts)}, {len(result.went_on)} of which went on from a"
         f" snapshot, after step {steps}"
     )
+    past = f"{statistics.median(result.past):.2f} s" if result.past else "-"
+    _say(
+        f"done again:  {result.again} steps; median from a kill until all ranks were past what was"
+        f" done before: {past}"
+    )
+    if result.rescues:
+        came = ", ".join(f"{count} {what}" for what, count in sorted(result.rescues.items()))
+        _say(f"rescues:     {came}")
     return result
+
+
+def _rescues(trace: Path, made: Collection[Made]) -> dict[str, int]:
+    """Count what the rescue after each kill came to, as the launcher has marked it."""
+    lines = [json.loads(line) for line in trace.read_text().splitlines() if '"rescue"' in line]
+    if os.environ.get(RESCUE) != "1":
+        return {}
+    found: Counter[str] = Counter()
+    ends = [*(one.at for one in made), math.inf][1:]
+    for one, end in zip(made, ends, strict=True):
+        came = [line["came_to"] for line in lines if one.at <= line["t"] < end]
+        if came or one.how == "in place":
+            found["saved" if "saved" in came else came[0] if came else "nobody was asked"] += 1
+    return dict(found)
 
 
 def _say(text: str) -> None:

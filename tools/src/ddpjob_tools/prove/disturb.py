@@ -56,6 +56,7 @@ class Made:
     note: str = ""
     how: str = ""
     seconds: float = 0.0
+    done: int = 0  # steps finished before it, by the rank that was ahead
 
 
 @dataclass(slots=True)
@@ -221,9 +222,9 @@ class Disturbance:
 
     def _mark(self, kill: Kill, pid: int, note: str = "") -> Made:
         events = [story.events for story in self.records.stories]
-        return Made(
-            kill, time.monotonic(), self.job.attempt, self.records.incarnation, events, pid, note
-        )
+        records = self.records
+        at, attempt = time.monotonic(), self.job.attempt
+        return Made(kill, at, attempt, records.incarnation, events, pid, note, done=records.step)
 
     def _aftermath(self, made: Made, following: Kill | None) -> None:
         """Open the gate for the next kill; continue a process that was only paused."""

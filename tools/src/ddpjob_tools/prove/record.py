@@ -140,6 +140,8 @@ class RankStory:
     ended: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
     losses: dict[int, set[tuple[str, ...]]] = field(default_factory=dict)
+    first_at: dict[int, float] = field(default_factory=dict)  # when it finished a step first
+    again: int = 0  # steps finished once more
     hashes: list[dict[str, str]] = field(default_factory=list)
     reported: dict[tuple[int, str], set[str]] = field(default_factory=dict)  # by step and call
 
@@ -158,6 +160,8 @@ class RankStory:
             self.step = line["step"]
             if self.began.get(self.incarnation) is None:
                 self.began[self.incarnation] = self.step - 1
+            self.again += self.step in self.first_at
+            self.first_at.setdefault(self.step, at)
             self.losses.setdefault(self.step, set()).add(tuple(line["losses"]))
         elif event == "told":
             values = json.dumps(line["values"], sort_keys=True)
@@ -205,6 +209,17 @@ class Records:
             for incarnation, step in story.began.items():
                 found[incarnation] = step if step is not None else found.get(incarnation)
         return [found[incarnation] for incarnation in sorted(found)[1:]]
+
+    @property
+    def again(self) -> int:
+        """Return the steps done once more, of the rank that has most."""
+        return max(story.again for story in self.stories)
+
+    def passed_at(self, step: int) -> float | None:
+        """Return when all ranks had finished a step for the first time, None: not all have."""
+        times = [story.first_at.get(step) for story in self.stories]
+        known = [time for time in times if time is not None]
+        return max(known) if len(known) == len(times) else None
 
     def ended(self) -> bool:
         """Return whether all ranks have left their loop, in their newest incarnations."""

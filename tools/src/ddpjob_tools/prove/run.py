@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import ddpjob_contract as contract
-from ddpjob_trainer.environment import CHAOS, TRACE, outside_of_jobs
+from ddpjob_trainer.environment import CHAOS, RESCUE, TRACE, outside_of_jobs
 from ddpjob_trainer.launcher.processes import children
 
 LOOK_SECONDS: Final = 0.05
@@ -115,7 +115,7 @@ def environment(
 ) -> dict[str, str]:
     """Return a shell's variables without another job's, and ``more``. Each restart is ours."""
     ours = {contract.SNAPSHOT_DIR: str(snapshots), contract.DRILL: "Never"}
-    return {**outside_of_jobs(base), **ours, **(more or {})}
+    return {**outside_of_jobs(base, keep=(RESCUE,)), **ours, **(more or {})}
 
 
 def environment_of_job(
