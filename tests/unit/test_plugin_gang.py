@@ -72,9 +72,9 @@ FAILURE = {
 def test_on_the_hosts_network_each_pod_is_asked_at_its_own_port():
     found = pod(1, state={"running": {}})
     found["spec"]["containers"][1]["env"].append({"name": contract.METRICS_PORT, "value": "25007"})
-    assert job().page("state", 1, Member(found)).path.endswith("/d-1:25007/proxy/state?uid=u")
-    assert job().page("state", 1, Member(pod(1))).path.endswith("/d-1:9400/proxy/state?uid=u")
-    assert job().page("state", 1, None).path.endswith("/d-1:9400/proxy/state?uid=u")
+    assert job().page("state", 1, Member(found)).endswith("/d-1:25007/proxy/state?uid=u")
+    assert job().page("state", 1, Member(pod(1))).endswith("/d-1:9400/proxy/state?uid=u")
+    assert job().page("state", 1, None).endswith("/d-1:9400/proxy/state?uid=u")
 
 
 def test_the_list_looks_up_first_pods_on_the_hosts_network_together():
@@ -436,7 +436,7 @@ class TestStory:
         assert [one.reason for one in found] == [
             "Started", "User/ExitCode1", "Restarting", "Killing",
         ]  # fmt: skip
-        assert (found[1].attempt, found[1].round, found[1].about) == ("1", "2", "replica 1")
+        assert (found[1].attempt, found[1].round, found[1].replicas) == ("1", "2", (1,))
 
     def test_others_events_are_left_out(self):
         others = [

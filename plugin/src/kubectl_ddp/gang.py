@@ -21,7 +21,6 @@ import ddpjob_contract as contract
 from ddpjob_contract import crd
 from kubectl_ddp import podproxy
 from kubectl_ddp.kubectl import DDPJOBS, Failure, Kubectl, Missing, Object
-from kubectl_ddp.podproxy import Page
 from kubectl_ddp.text import clean, ranges
 
 METRIC_SNAPSHOT_AT = "ddpjob_trainer_snapshot_timestamp_seconds"
@@ -128,12 +127,13 @@ class Job(Named):
         wait = self.phase in ("Restarting", "Starting")
         return [replica for replica, birth in births.items() if wait and birth == now]
 
-    def page(self, name: str, replica: int, member: Member | None) -> Page:
-        """Return the page to ask a replica for, from its pod if there is one."""
+    def page(self, name: str, replica: int, member: Member | None) -> str:
+        """Return the API server's path of a replica's page: state, metrics; stacks need the uid."""
         drawn = member.environment(contract.METRICS_PORT) if member else ""
         # Else that of the spec, where the CRD's default is filled in.
         port = int(drawn if drawn.isdecimal() else self.spec["metrics"]["port"])
-        return Page(self.namespace, f"{self.name}-{replica}", port, name, self.uid)
+        pod = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}-{replica}:{port}"
+        return f"{pod}/proxy/{name}?uid={self.uid}"
 
 
 class Member(Named):

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from kubectl_ddp.kubectl import Failure, Kubectl, explained, forbidden
@@ -32,25 +31,8 @@ _MAX_BYTES = 4 << 20
 _SHORT = 104 - len("/ddp-xxxxxxxx/s") - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """One page: ``name`` is state or metrics; ``uid``, the job's, is needed for stacks."""
-
-    namespace: str
-    pod: str
-    port: int
-    name: str
-    uid: str
-
-    @property
-    def path(self) -> str:
-        """Return the path on the API server."""
-        pod = f"{self.pod}:{self.port}"
-        return f"/api/v1/namespaces/{self.namespace}/pods/{pod}/proxy/{self.name}?uid={self.uid}"
-
-
-def read(kubectl: Kubectl, pages: Iterable[Page]) -> tuple[dict[Page, bytes], str]:
-    """Ask for all pages at once; return those that came, and why none could.
+def read(kubectl: Kubectl, pages: Iterable[str]) -> tuple[dict[str, bytes], str]:
+    """Ask for all pages at once; return those that came, by their paths, and why none could.
 
     A proxy that does not start is a refusal, too: pages only add to the status.
     """
@@ -101,7 +83,7 @@ class _Connection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
-def _fetch(path: str, page: Page, give_up: float) -> tuple[int, bytes]:
+def _fetch(path: str, page: str, give_up: float) -> tuple[int, bytes]:
     """Return status and body; 0 without a whole answer in time."""
     deadline = min(give_up, time.monotonic() + _SECONDS)
     if deadline <= time.monotonic():
@@ -109,7 +91,7 @@ def _fetch(path: str, page: Page, give_up: float) -> tuple[int, bytes]:
     connection = _Connection(path, deadline - time.monotonic())
     body = b""
     try:
-        connection.request("GET", page.path)
+        connection.request("GET", page)
         response = connection.getresponse()
         while part := response.read1(1 << 16):
             body += part

@@ -37,11 +37,6 @@ class Happening:
     round: str = NONE
     version: int = 0
 
-    @property
-    def about(self) -> str:
-        """Name the replicas, or the job."""
-        return gang.named(self.replicas) if self.replicas else "job"
-
 
 def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     """Print the story, oldest first; raise Failure."""
@@ -88,10 +83,10 @@ def story(job: Job, events: Iterable[Object]) -> list[Happening]:
 def lines(found: Sequence[Happening], now: datetime, columns: int, most: int = _LINES) -> list[str]:
     """Format the table."""
     head = ("AGE", "ABOUT", "ATTEMPT", "ROUND", "REASON", "MESSAGE")
-    rows = [
-        [_age(one, now), one.about, one.attempt, one.round, one.reason, one.message]
-        for one in found
-    ]
+    rows = []
+    for one in found:
+        about = gang.named(one.replicas) if one.replicas else "job"
+        rows.append([_age(one, now), about, one.attempt, one.round, one.reason, one.message])
     return wrapped_table(head, rows, columns, most)
 
 

@@ -78,15 +78,16 @@ def _say(text: str) -> None:
 
 
 def _created(kubectl: Kubectl, made: Made) -> Job:
-    *others, body = map(dict, made.objects)
+    of_kind = {one["kind"]: dict(one) for one in made.objects}
+    body = of_kind[crd.KIND]
     name = body["metadata"]["name"]
     if _found(kubectl, DDPJOBS, name):
         raise Failure(
             f"there is a job {name}: give another --name, or none; or delete that one first"
             f" (kubectl delete ddpjob {name}{kubectl.more}): the new one goes on from its snapshots"
         )
-    for one in (one for one in others if one["kind"] == "PersistentVolumeClaim"):
-        _claim(kubectl, one)
+    if claim := of_kind.get("PersistentVolumeClaim"):
+        _claim(kubectl, claim)
     if made.uploads:
         upload.lay(kubectl, body, made.uploads, made.folder)
     body["metadata"] = {**body["metadata"], "annotations": {_MARK: secrets.token_hex(8)}}
@@ -101,8 +102,8 @@ def _created(kubectl: Kubectl, made: Made) -> Job:
                 undo.pop_all()
                 raise
             job = found
-        for one in (one for one in others if one["kind"] == "ConfigMap"):
-            _hold(kubectl, one, job)
+        if files := of_kind.get("ConfigMap"):
+            _hold(kubectl, files, job)
         _say(f"{name}: created in namespace {job.namespace}, replicas: {job.replicas}")
         undo.pop_all()
     return job

@@ -39,16 +39,16 @@ def run(kubectl: Kubectl, options: argparse.Namespace) -> int:
     wanted = gang.chosen(job, options.replica)
     if options.follow and job.phase not in TERMINAL_PHASES:
         return follow(kubectl, gang.looks(kubectl, job), wanted, _how_much(options))
-    chosen = {n: one for n, one in members.items() if n in wanted}
+    chosen = {n: one for n, one in sorted(members.items()) if n in wanted}
     started = {n: one for n, one in chosen.items() if one.started}
-    waiting = {n: one for n, one in chosen.items() if n not in started}
-    for _, one in sorted(waiting.items()):
+    waiting = [one for one in chosen.values() if not one.started]
+    for one in waiting:
         print(f"{one.name}: no log yet: {one.state}", file=sys.stderr)
         if one.failed_init:
             _of_init(kubectl, job, one, _how_much(options))
-    if not started and any(one.failed_init for one in waiting.values()):
-        return 0
     if not started:
+        if any(one.failed_init for one in waiting):
+            return 0
         raise Failure(
             f"{job.name} has no pod with a log: `kubectl ddp events {job.name}` says what happened"
         )
