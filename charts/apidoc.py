@@ -7,7 +7,7 @@ API server and the page cannot disagree.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -61,7 +61,7 @@ def render(definition: Schema) -> str:
     parts = [intro, "## Columns of `kubectl get ddpjobs`\n", _columns(version)]
     for name in ("spec", "status"):
         schema = root["properties"][name]
-        parts += [f"## {name}\n", f"{schema['description']}\n", _table(schema, name)]
+        parts += [f"## {name}\n", f"{schema['description']}\n", _fields(schema, name)]
     return "\n".join(parts)
 
 
@@ -72,11 +72,13 @@ def _columns(version: Schema) -> str:
     return f"{', '.join(shown[False])}.\n\nWith `-o wide` also {', '.join(shown[True])}.\n"
 
 
-def _table(schema: Schema, prefix: str) -> str:
-    """Return the rows of fields; those of one parent with the same description share a row."""
+def _fields(schema: Schema, prefix: str) -> str:
+    """Return a line for each field; those of one parent with the same description share one."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for row in _walk(schema, prefix, []):
-        if _PLAIN.match(row.path) or _BOOKS.match(row.path):
+        said = row.schema["description"].split()
+        heading = len(said) <= 8 and "properties" in row.schema  # its fields say more
+        if heading or _PLAIN.match(row.path) or _BOOKS.match(row.path):
             continue
         cell = _cell(row.schema) + (
             f" Its fields are those of `{row.same_as}`." * bool(row.same_as)
@@ -84,16 +86,9 @@ def _table(schema: Schema, prefix: str) -> str:
         parent = row.path.rpartition(".")[0]
         kind = _type(row.schema) + _default(row.schema, row.required)
         rows.setdefault((parent, kind, cell), []).append(row.path)
-    own = schema["properties"].values()
-    heads = ["Field", "Type, default" if any("default" in each for each in own) else "Type"]
-    lines = [_row([*heads, "Description"]), "|---|---|---|"]
-    for (_, kind, cell), paths in rows.items():
-        lines.append(_row([", ".join(f"`{path}`" for path in paths), kind, cell]))
-    return "\n".join(lines) + "\n"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    named = {row: ", ".join(f"`{path}`" for path in paths) for row, paths in rows.items()}
+    kinds = {row: f" ({row[1]})" * (prefix == "spec") for row in rows}
+    return "\n".join(f"- {named[row]}{kinds[row]}: {row[2]}" for row in rows) + "\n"
 
 
 def _walk(schema: Schema, prefix: str, shown: list[tuple[str, Schema]]) -> Iterator[Row]:
@@ -133,13 +128,13 @@ def _default(field: Schema, required: bool) -> str:
 
 
 def _cell(field: Schema) -> str:
-    """Return the description with what the schema itself adds to it, as one table cell."""
+    """Return the description with what the schema itself adds to it, in one line."""
     bounds = _bounds(field)
     item_bounds = _bounds(field["items"]) if "items" in field else ""
     extra = [bounds, f"each {item_bounds}" if item_bounds else ""]
     said = field["description"]
     text = said + "".join(f" *{part}*" for part in extra if part and part not in said)
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    return " ".join(text.split()).replace("<", "&lt;")
 
 
 def _bounds(field: Schema) -> str:
@@ -153,10 +148,6 @@ def _bounds(field: Schema) -> str:
         parts.append(f"{least} to {field['maximum']}")
     elif least is not None:
         parts.append(f"at least {least}")
-    if "maxItems" in field:
-        parts.append(f"at most {field['maxItems']} items")
-    if "maxProperties" in field:
-        parts.append(f"at most {field['maxProperties']} keys")
     return ", ".join(parts)
 
 

@@ -33,11 +33,10 @@ WIDTH = 88
 HEAD = """\
 # Run and Step
 
-Made from the docstrings of `ddpjob_trainer` by docs/reference/run.py, `make manifests`; change them
-instead. How they go together is in [training.md](../guides/training.md).
+Made by `make manifests` from docstrings. How calls go together: [training](../guides/training.md).
 
-What is a *step*, a *rank*, a *batch* is in the [glossary](glossary.md). All ranks make each call
-unless it says otherwise. Times are seconds, sizes bytes; steps count from 0, finished steps from 1.
+Words: [glossary](glossary.md). All ranks make each call unless it says otherwise. Wrong input
+raises ConfigError. Times are seconds, sizes bytes; steps count from 0, finished steps from 1.
 """
 
 Function = ast.FunctionDef
@@ -69,7 +68,8 @@ def signature(node: Function, name: str) -> str:
     words += [_one(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
     if args.kwarg:
         words.append("**" + _one(args.kwarg, None))
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    found = ast.unparse(node.returns) if node.returns else "None"
+    returns = f" -> {found}" if found != "None" else ""
     line = f"{name}({', '.join(words)}){returns}"
     if len(line) <= WIDTH:
         return line
@@ -80,13 +80,14 @@ def _one(arg: ast.arg, default: ast.expr | None) -> str:
     typed = f"{arg.arg}: {ast.unparse(arg.annotation)}" if arg.annotation else arg.arg
     if default is None:
         return typed
-    return f"{typed} = {ast.unparse(default)}"
+    said = ast.unparse(default)
+    return f"{typed.removesuffix(' | None') if said == 'None' else typed} = {said}"
 
 
 def fields(node: ast.ClassDef) -> str:
     """Return a dataclass as it is made, with the defaults that its options declare."""
     found = [
-        f"    {each.target.id}: {ast.unparse(each.annotation)} = {ast.unparse(each.value.args[0])},"
+        f"    {_one(ast.arg(each.target.id, each.annotation), each.value.args[0])},"
         for each in node.body
         if isinstance(each, ast.AnnAssign)
         and isinstance(each.target, ast.Name)
@@ -108,7 +109,7 @@ def words(node: ast.AST) -> str:
         within = before.startswith(("- ", "  ")) and line
         lines.append(f"- {line}" if begins else f"  {line}" if within else line)
     text = re.sub(r"(?m)^(?!- |  )(.+)\n(?=- )", r"\1\n\n", "\n".join(lines))
-    return text.replace("``", "`")
+    return re.sub(r"\s+Raises\s+ConfigError\.", "", text).replace("``", "`")  # HEAD says it of all
 
 
 def members(owner: ast.ClassDef, source: str) -> Iterator[Function]:

@@ -15,7 +15,7 @@ from support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/internals/fault-matrix.md"
-_ROW = re.compile(r"^\| ([A-Z]\d+) \| [^|]+ \| [^|]+ \|$", re.MULTILINE)
+_ROW = re.compile(r"^- \*\*([A-Z]\d+)\*\* .+: .+$", re.MULTILINE)
 _BEYOND = re.compile(r"^- ([A-Z]\d+): .+$", re.MULTILINE)
 
 

@@ -196,7 +196,7 @@ class Replay:
         try:
             records = Records(self._path, blake2b(text.encode(), digest_size=KEY_BYTES).digest())
         except OSError as error:
-            say(self._world.rank, f"no restart can be checked, for want of a record: {error}")
+            say(self._world.rank, f"restart check off: cannot write the step record: {error}")
             return
         self.records = records
         if not done:
