@@ -50,11 +50,16 @@ def compare(workload: str, nproc: int, repeats: int, steps: int, levels: list[st
         for side in sides[turn:] + sides[:turn]:
             speeds[side].append(steps_per_second(side, workload, nproc, steps))
         print(f"{workload}, {nproc} ranks: {repeat + 1}/{repeats}", flush=True)
-    ratios = {
-        level: [ours / plain for ours, plain in zip(speeds[level], speeds[PLAIN], strict=True)]
-        for level in levels
+    pairs = {level: [*zip(speeds[level], speeds[PLAIN], strict=True)] for level in levels}
+    return {
+        "workload": workload,
+        "ranks": nproc,
+        "steps_per_second": speeds,
+        "ratio": {level: [ours / plain for ours, plain in of] for level, of in pairs.items()},
+        "added_ms": {
+            level: [1e3 / ours - 1e3 / plain for ours, plain in of] for level, of in pairs.items()
+        },
     }
-    return {"workload": workload, "ranks": nproc, "steps_per_second": speeds, "ratio": ratios}
 
 
 def rows(results: list[dict]) -> list[list[str]]:
@@ -65,6 +70,7 @@ def rows(results: list[dict]) -> list[list[str]]:
             side,
             report.spread(speeds, 1),
             report.spread(result["ratio"].get(side, []), 3),
+            report.spread(result["added_ms"].get(side, []), 2),
         ]
         for result in results
         for side, speeds in result["steps_per_second"].items()
@@ -92,7 +98,8 @@ def main() -> None:
         for workload in (["cnn"] if args.quick else args.workloads.split(","))
         for nproc in ranks
     ]
-    header = ("model", "ranks", "loop", "steps/s: median (range)", "of plain DDP: median (range)")
+    which = ("steps/s", "of plain DDP", "ms added per step")
+    header = ("model", "ranks", "loop", *(f"{one}: median (range)" for one in which))
     print("\n" + report.table(header, rows(results)))
     for names, goal in ((("cnn", "mlp", "gpt"), 0.99), (("slow",), 0.98)):
         medians = [

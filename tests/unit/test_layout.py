@@ -25,15 +25,15 @@ MAX_NAME = 70  # letters of a test's name
 MOST_LINES = {
     "contract/src": 914,
     "operator/src": 12_149,
-    "trainer/src": 28_534,
+    "trainer/src": 28_542,
     "tools/src": 5_412,
     "plugin/src": 5_014,
-    "dev/bench": 4_600,
+    "dev/bench": 4_607,
     "dev/devcluster": 4_051,
     "studies": 3_826,
-    "tests": 65_500,
+    "tests": 65_511,
 }
-MOST_WORDS = 45_260  # of all pages in docs
+MOST_WORDS = 45_264  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

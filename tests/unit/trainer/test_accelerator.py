@@ -1,6 +1,7 @@
 """Which GPUs there are, which one a process takes, when it must not make do with the CPU."""
 
 import contextlib
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_by_the_local_rank_or_the_one_that_is_visible(gpus, monkeypatch):
     assert accelerator.choose("auto", 0, {}) == CPU, "none was given"
     with pytest.raises(ConfigError, match=r"start\(\) asks for one: Torch not compiled"):
         accelerator.choose("cuda", 0, {})
+
+
+@pytest.mark.parametrize(("gpu", "asks"), [(False, "0"), (True, "1")])
+def test_without_a_gpu_no_optimizer_looks_for_nvml_in_each_step(monkeypatch, tmp_path, gpu, asks):
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # as the launcher sets it
+    monkeypatch.setattr(devices, "_DEV", tmp_path)
+    if gpu:  # CUDA itself would load its driver, which survives no fork
+        (tmp_path / "nvidia0").touch()
+    assert accelerator.choose("cpu", 0, {}) == CPU
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == asks
 
 
 @pytest.mark.parametrize("count", [0, 1], ids=["none seen", "counted by NVML alone"])

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import ClassVar, Protocol
 
@@ -193,14 +193,11 @@ class DataOrder:
     epochs: Epochs
     global_batch: int
     tail: str = "drop"
+    steps_per_epoch: int = field(init=False)  # global batches in one epoch
 
     def __post_init__(self) -> None:
-        steps_per_epoch(self.epochs.length, self.global_batch, self.tail)  # says what is wrong
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Count the global batches in one epoch."""
-        return steps_per_epoch(self.epochs.length, self.global_batch, self.tail)
+        steps = steps_per_epoch(self.epochs.length, self.global_batch, self.tail)
+        object.__setattr__(self, "steps_per_epoch", steps)  # each step needs it, more than once
 
     def batch(self, step: int) -> Indices:
         """Return the positions of the global batch of ``step`` (from 0)."""

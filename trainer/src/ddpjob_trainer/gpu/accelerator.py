@@ -303,6 +303,9 @@ def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
     ``asked``: auto, cuda or cpu; auto is a GPU where the container has one. Raises ConfigError or
     HardwareError rather than train on the CPU where a GPU was meant.
     """
+    if not devices.any_here():
+        # torch's optimizers ask in each step. CUDA answers once; NVML is looked for each time.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "0"
     if asked == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():

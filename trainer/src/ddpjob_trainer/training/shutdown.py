@@ -109,6 +109,20 @@ _MOMENT_SECONDS = 1.0
 _CALLS = 8  # a call may be over on one rank before another that differs waits for it
 
 
+class _Listening:
+    """See Shutdown.listening(): a step enters it often, and a generator would take longer."""
+
+    def __init__(self, shutdown: Shutdown) -> None:
+        self._shutdown = shutdown
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            self._shutdown.if_peer_lost(error)
+
+
 class Shutdown:
     """Owns SIGTERM, SIGINT and sys.excepthook of a training process.
 
@@ -123,6 +137,7 @@ class Shutdown:
         self.failing = False  # an exception ends this process
         self.before_leaving: Callable[[], None] = lambda: None  # where a peer is lost
         self.reached = 0
+        self._listening = _Listening(self)
         self.calls: deque[tuple[int, str]] = deque(maxlen=_CALLS)
         self._hook = sys.excepthook
         self.watch_exceptions()
@@ -176,22 +191,15 @@ class Shutdown:
             leave(128 + signum)
         self.signal = self.signal or signum
 
-    @contextlib.contextmanager
-    def peers(self, what: str) -> Iterator[None]:
+    def peers(self, what: str) -> _Listening:
         """Wait for the others in this block. ``what``: the call, as a script's author knows it."""
         self.reached += 1
         self.calls.append((self.reached, what))
-        with self.listening():
-            yield
+        return self._listening
 
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self) -> _Listening:
         """Exit with code 75 for a lost peer, where one rank alone may act."""
-        try:
-            yield
-        except RuntimeError as error:
-            self.if_peer_lost(error)
-            raise
+        return self._listening
 
     @contextlib.contextmanager
     def in_loop(self) -> Iterator[None]:

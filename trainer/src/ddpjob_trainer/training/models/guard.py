@@ -147,7 +147,7 @@ class Touched:
         """Check that the gradients of these are as backward has left them."""
         marks, self._marks, self._newest = self._marks, {}, 0
         self._left = max(0, self._left - 1)
-        for unit in units:
+        for unit in units if marks else ():
             if self._updater.is_unscaled(unit):  # by the script, which may clip then
                 continue
             for parameter in unit.parameters:
