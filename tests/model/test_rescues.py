@@ -75,7 +75,7 @@ def test_walks_with_rescues(loop, pytestconfig):
     ("launcher", "seed", "name"),
     [
         (wrong_gangs.LeavesTheOthersRunning, 1, "r1_stop_follows"),
-        (wrong_gangs.BelievesTheWriter, 1, "r4_second_opinion"),
+        (wrong_gangs.BelievesTheWriter, 3, "r4_second_opinion"),
     ],
 )
 def test_a_walk_finds_a_wrong_rescue(loop, launcher, seed, name):

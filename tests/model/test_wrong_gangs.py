@@ -23,7 +23,7 @@ from support.invariants import Violation
 @pytest.mark.parametrize(
     ("launcher", "seed", "name"),
     [
-        (wrong_gangs.TakesTheNewcomersNumber, 1, "k2_number_of_one_hub"),
+        (wrong_gangs.TakesTheNewcomersNumber, 2, "k2_number_of_one_hub"),
         (wrong_gangs.KeepsTheNumber, 24, "k2_number_of_one_hub"),
         (wrong_gangs.GoesBeforeAllHaveStopped, 11, "k3_all_stand_still"),
         (wrong_gangs.SaysHelloBeforeWorkersAreGone, 0, "k3_all_stand_still"),
@@ -69,9 +69,11 @@ def test_a_hub_that_ends_all_with_a_failed_gpu_is_found_out(loop):
     assert found.value.name == "g1_only_its_pod"
 
 
-def cut_off_and_replaced(loop: asyncio.AbstractEventLoop, launcher: type[Launcher]) -> GangWorld:
+def cut_off_and_replaced(
+    loop: asyncio.AbstractEventLoop, launcher: type[Launcher], **more: Any
+) -> GangWorld:
     """Nobody hears of replica 1's node; Fence gives it up, and its processes run on."""
-    world = begun(loop, launcher_class=launcher)
+    world = begun(loop, launcher_class=launcher, **more)
     (one,) = (one for one in world.launchers.values() if one.replica == 1)
     world.cluster.silence(one.node)
     world.network.cuts |= {frozenset((one.node, node)) for node in world.cluster.nodes}
@@ -80,6 +82,12 @@ def cut_off_and_replaced(loop: asyncio.AbstractEventLoop, launcher: type[Launche
     world.run(lambda: False, 60)
     assert one.alive
     return world
+
+
+def test_the_survivors_of_a_node_lost_under_fence_save(loop):
+    world = cut_off_and_replaced(loop, Launcher, rescues=True)
+    assert [key for _, key in world.rescued.saved] == [(1, 0)]
+    assert world.cluster.status("job")["restarts"]["replaced"] == 1
 
 
 def test_successors_that_go_on_with_the_number_they_know_are_found_out(loop):

@@ -42,7 +42,7 @@ def _stop(world: GangWorld, draw: Random) -> None:
 
 def _crash(world: GangWorld, draw: Random) -> None:
     if (one := _any_launcher(world, draw)) and one.workers.running:
-        one.workers.end(draw.choice((1, 75, -11)), world.seconds())
+        one.workers.end(draw.choice((74, 75, -11)), world.seconds())
 
 
 def _early_success(world: GangWorld, draw: Random) -> None:
