@@ -324,7 +324,7 @@ def test_defaults_come_also_beside_what_a_user_has_opened(rest):
 def test_explains(control_plane):
     for field, words in (
         ("ddpjob", "DistributedDataParallel"),
-        ("ddpjob.spec.restart.maxRestarts", "Exactly so many restarts"),
+        ("ddpjob.spec.restart.maxRestarts", "Restarts allowed for failures"),
         ("ddpjob.spec.template.spec.containers.env", "Environment variables"),
         ("ddpjob.status.lastFailure.class", "Kind of failure"),
     ):
