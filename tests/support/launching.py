@@ -63,21 +63,6 @@ def has_address(address: str) -> bool:
     return True
 
 
-def after_rank_0(directory: Path) -> str:
-    """Lines of a script: rank 1 goes on when rank 0 has ended and the launcher knows."""
-    return f"""
-pid = {str(directory / "pid")!r}
-if rank == 0:
-    open(pid + ".new", "w").write(str(os.getpid()))
-    os.rename(pid + ".new", pid)
-else:
-    while not os.path.exists(pid):
-        time.sleep(0.01)
-    while os.path.exists("/proc/" + open(pid).read()):
-        time.sleep(0.01)
-"""
-
-
 def launch(
     *arguments: str, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.Popen[str]:

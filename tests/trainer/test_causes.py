@@ -66,17 +66,6 @@ def test_who_does_not_come_to_start_is_named_with_its_stack(script, tmp_path, wh
     assert any(line.startswith("stack: prepares (script.py:") for line in found["log"])
 
 
-# --- Habits of tutorials ---------------------------------------------------------------------
-
-
-@pytest.mark.tier("all")
-def test_an_address_and_a_port_in_the_script_do_not_count(script):
-    habit = "os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'] = 'localhost', '12355'\n"
-    code, out, err = run("--nproc", "2", script(f"{START}{habit}{RUNS}{TRAINING}"))
-    assert code == 0, err
-    assert (out + err).count("the script sets MASTER_ADDR and MASTER_PORT to localhost:12355") == 1
-
-
 # --- After run.finish() ----------------------------------------------------------------------
 
 
@@ -104,44 +93,6 @@ def test_a_code_of_a_program_without_our_library_is_its_own(script, tmp_path, co
     program = script(f"sys.exit({code})")
     returned, found, err = ended(*NO_ROUNDS, program, tmp_path=tmp_path)
     assert (returned, found["kind"], found["code"]) == (code, "exit", code), err
-
-
-def test_a_script_that_fails_at_once_is_not_started_a_third_time(script, tmp_path):
-    starts = tmp_path / "starts"
-    starts.touch()
-    program = script(
-        f"open({str(starts)!r}, 'a').write('x')\n"
-        f"{'#' * 60}\nopen(os.path.join(os.path.dirname(__file__), 'configs/base.yaml'))\n"
-    )
-    code, found, err = ended("--nproc", "2", program, tmp_path=tmp_path)
-    assert (code, found["code"], found["kind"]) == (64, 64, "exception"), err
-    assert found["exception"].startswith("FileNotFoundError: ")
-    assert (starts.read_text(), found["round"]) == ("xxxx", 1)
-    assert "twice before their first step" in err
-
-
-@pytest.mark.tier("all")
-def test_who_leaves_its_group_and_then_fails_is_the_cause(script, tmp_path):
-    """Its peers fail first, by the reset of their connections."""
-    program = script("""
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-def clean_up():
-    time.sleep(2)
-try:
-    for step in range(9):
-        dist.all_reduce(torch.ones(4))
-        if rank == 1 and step == 3:
-            raise ValueError(f"boom at step {step}")
-finally:
-    if rank == 1:
-        dist.destroy_process_group()
-        clean_up()
-""")
-    patient = patched(tmp_path, {"launcher.hub.root_cause._CLEAN_UP_SECONDS": PATIENCE})
-    code, found, err = ended(*NO_ROUNDS, "--nproc", "3", program, tmp_path=tmp_path, **patient)
-    assert code == 1, err
-    assert (found["rank"], found["exception"]) == (1, "ValueError: boom at step 3"), err
 
 
 # --- Processes beside the workers ------------------------------------------------------------

@@ -5,9 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from support.launching import NO_ROUNDS, PATHS, finished, run
+from support.launching import NO_ROUNDS, finished, run
 from support.patience import PATIENCE, wait_for
 from support.rounds import UNHURRIED, patched, two_launchers
 
@@ -144,30 +142,6 @@ if os.environ["DDPJOB_ROUND"] == "0":
         raise ValueError("boom")
     time.sleep(3600)
 """
-#: A write there does not return.
-HANGING = """
-import time
-import ddpjob_trainer.evidence.folder as module
-module.write = lambda *_: time.sleep(3600)
-"""
-
-
-@pytest.mark.parametrize("disk", ["hangs", "is a file", "is gone"])
-def test_a_disk_that_takes_nothing_holds_up_no_restart_and_no_end(script, tmp_path, disk):
-    where, program = tmp_path / "snapshots", script(FAILS_ONCE)
-    env = {"DDPJOB_SNAPSHOT_DIR": str(where)}
-    if disk == "hangs":
-        (tmp_path / "sitecustomize.py").write_text(HANGING)
-        env["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{PATHS}"
-    else:
-        where.mkdir()
-        (where / "evidence").touch()
-    if disk == "is gone":
-        program = script(f"import shutil; shutil.rmtree({str(where)!r}, True)\n{FAILS_ONCE}")
-    code, _, err = run("--spares", "0", "--nproc", "3", program, env=env)
-    assert code == 0, err
-    assert "round 1: rank 1 ended (exit code 1: ValueError: boom); restarting in place" in err
-    assert err.count("are not kept in") == (disk != "hangs")
 
 
 def test_an_attempt_that_ends_uploads_what_its_disk_has(script, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from support.launching import NO_ROUNDS, finished, free_ports, launched, run
 from support.patience import PATIENCE, wait_for
-from support.rounds import UNHURRIED, patched, two_launchers
+from support.rounds import patched
 from support.tiers import some_in_gate
 
 WORKER = """
@@ -137,39 +137,6 @@ def test_a_silent_program_is_ended_with_the_stacks_of_all(script, tmp_path):
     assert "Hang: the gang hangs: no rank has printed a line for" in found["exception"]
     assert ["in asleep" in one for one in err.split("--- rank ")[1:3]] == [True, True]
     assert any(line.startswith("stack: asleep (") for line in found["log"])
-
-
-@pytest.mark.tier("all")
-@pytest.mark.fault("T3")
-def test_across_pods_the_launcher_of_the_culprit_finds_it(script, tmp_path):
-    """Two launchers, a rank each; the other one only waits and must not be blamed."""
-    program = script(
-        f"""{WORKER}
-waiting = {str(tmp_path)!r} + "/waiting-" + os.environ["DDPJOB_ROUND"]
-writer.mark("data" if rank == 1 else "backward")
-writer.update(phase="step", step=7)
-if rank == 0:
-    open(waiting, "w").close()
-    waits_for_its_peers()
-while not os.path.exists(waiting):
-    writer.mark("data")
-    time.sleep(0.01)
-time.sleep(1)  # the other stands still for longer than this one
-writer.mark("data")
-asleep()
-"""
-    )
-    # What the waiting get on top is much more than the culprit's launcher needs to act.
-    patient = patched(tmp_path, {"liveness.hang._WAITING_SECONDS": PATIENCE, **UNHURRIED})
-    patient = {**environment(step=1.5), **patient, "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "1"}
-    with two_launchers(tmp_path, "--spares", "0", program, **patient) as launchers:
-        errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [75, 76], errors
-    found = json.loads((tmp_path / "report-1").read_bytes())
-    assert (found["kind"], found["rank"], found["round"]) == ("hang", 1, 1)
-    assert [(one["rank"], one["kind"]) for one in found["rounds"]] == [(1, "hang")]
-    assert "stacks of all threads follow" not in errors[0], "it blames nobody of its own"
-    assert json.loads((tmp_path / "report-0").read_bytes())["kind"] == "peerLost"
 
 
 # --- BatchNorm's buffers, which rank 0 gives to all ---------------------------------------------

@@ -14,7 +14,6 @@ from support.launching import (
     NO_ROUNDS,
     PATHS,
     SOURCES,
-    after_rank_0,
     free_ports,
     launch,
     launched,
@@ -22,7 +21,7 @@ from support.launching import (
     run,
 )
 from support.patience import PATIENCE
-from support.rounds import alive, patched
+from support.rounds import alive
 
 #: faulthandler's words count, those of exceptions that were met before do not.
 CRASH = """
@@ -109,19 +108,6 @@ def test_a_gpu_that_failed_is_not_met_again_in_place(script, tmp_path, end, foun
     assert (content["rank"], content["round"]) == (1, 0)
     assert ("no further round: a GPU failed" in err) != own
     assert end.partition("CUDA error: ")[2].partition("'")[0] in content.get("exception", "")
-
-
-NCCL = "nccl_aborts('NCCL error: remote process exited or there was a network error')"
-
-
-@pytest.mark.parametrize("collateral", [f"{LIBRARY}sys.exit(75)", NCCL])
-def test_the_cause_is_told_from_collateral_that_ended_first(script, tmp_path, collateral):
-    end = f"{after_rank_0(tmp_path)}\nif rank == 0: {collateral}\nsys.exit(9)\n"
-    program = script(f"{ABORT}{end}")
-    patient = patched(tmp_path, {"launcher.hub.root_cause.CAUSE_WAIT_SECONDS": PATIENCE})
-    code, _, err = run(*NO_ROUNDS, "--nproc", "2", program, env=patient)
-    assert code == 9, err
-    assert "rank 1 ended first, with exit code 9" in err
 
 
 def test_one_failure_ends_the_others_and_all_their_descendants(script, tmp_path):
@@ -354,44 +340,3 @@ for step in range(1, 10**6):
         assert found["step"] > 1
         assert "step" not in json.loads(page(port, "state")), "by this it would be judged"
         assert 'ddpjob_trainer_loss{rank="0"} 0.5' in page(port, "metrics")
-
-
-def test_state_health_and_metrics(script, wait_until):
-    program = script(
-        """
-from pathlib import Path
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
-from ddpjob_trainer.telemetry.metrics import Metrics
-writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
-metrics = Metrics(rank)
-metrics.set("step", 12)
-metrics.add("samples", 32)
-metrics.flush()
-for step in range(1, 10**9):
-    writer.update(phase="step", step=step, total_steps=40, loss=0.5, snapshot_step=10)
-    if step == 1:
-        print("ready", flush=True)
-    time.sleep(0.02)
-"""
-    )
-    (port,) = free_ports(1)
-    with launched("--nproc", "2", "--metrics-port", str(port), program) as process:
-        assert process.stdout is not None
-        for _ in range(2):
-            assert process.stdout.readline().endswith("ready\n")
-        wait_until(lambda: json.loads(page(port, "state")).get("stepsPerSecond", 0) > 0, "a rate")
-        state = json.loads(page(port, "state"))
-        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", state.pop("updatedAt"))
-        assert state.pop("step") > 1
-        assert state.pop("stepsPerSecond") > 0
-        assert state.pop("silentSeconds") < PATIENCE
-        assert state.pop("spent")["up"] > 0
-        assert state == {
-            "version": 1, "uid": "", "attempt": 1, "round": 0, "phase": "step",
-            "totalSteps": 40, "loss": 0.5, "snapshotStep": 10,
-        }  # fmt: skip
-        assert page(port, "healthz") == "ok\n"
-        metrics = page(port, "metrics")
-        for rank in (0, 1):
-            assert f'ddpjob_trainer_step{{rank="{rank}"}} 12.0' in metrics
-            assert f'ddpjob_trainer_samples_total{{rank="{rank}"}} 32.0' in metrics

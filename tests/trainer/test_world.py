@@ -129,17 +129,6 @@ def accepts_and_closes(server: socket.socket) -> None:
             server.accept()[0].close()
 
 
-@pytest.mark.parametrize(("token", "code"), [("t0ken", 64), ("", 75)])
-@pytest.mark.fault("T19")
-def test_a_world_size_that_differs_is_a_configuration_error(gang, port, token, code):
-    """Without a token anybody may have said so, which must not end the job for good."""
-    gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_TOKEN=token))
-    gang.spawn(program, 1, environment(port, 1, 3, DDPJOB_TOKEN=token))
-    assert_code(gang, 1, code)
-    assert "WORLD_SIZE is 3 here and 2 at rank 0" in gang.log(1)
-    gang.end()
-
-
 def assert_code(gang, rank: int, code: int) -> None:  # type: ignore[no-untyped-def]
     pid = gang.pids.pop(rank)
     _, status = os.waitpid(pid, 0)
