@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -242,8 +242,7 @@ UNHURRIED: Final = {
 
 @contextlib.contextmanager
 def two_launchers(
-    directory: Path, *words: str, nproc: int = 1, hub: int = 0, apart: bool = False,
-    replicas: Iterable[int] = (0, 1), **env: str,
+    directory: Path, *words: str, nproc: int = 1, hub: int = 0, apart: bool = False, **env: str
 ) -> Iterator[list[subprocess.Popen[str]]]:  # fmt: skip
     """Launchers of a gang of two. ``apart``: each in a folder of its own."""
     ports = free_ports(2)
@@ -253,7 +252,7 @@ def two_launchers(
         "DDPJOB_HUB_PORT": str(hub or ports[1]), "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", **env,
     }  # fmt: skip
     launchers = []
-    for replica in replicas:
+    for replica in (0, 1):
         folder = directory / f"pod-{replica}"
         folder.mkdir(exist_ok=True)
         launchers.append(

@@ -1,4 +1,4 @@
-"""Only the lost pod is replaced: real launchers, of which the test plays the operator.
+"""Only the lost pod is replaced, or a standby serves: the test plays real launchers' operator.
 
 It kills one by SIGKILL, as a node's end does, or tells it to end, and starts its successor with a
 greater attempt. The others keep their processes' launchers, and all ends in the same bits.
@@ -16,8 +16,8 @@ from support.rounds import Forwarder, alive, children
 
 
 @pytest.fixture
-def gang(tmp_path: Path) -> Iterator[Operated]:
-    found = Operated(tmp_path)
+def gang(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Operated]:
+    found: Operated = getattr(request, "param", Operated)(tmp_path)
     yield found
     found.end()
 
@@ -98,20 +98,44 @@ def test_one_that_leaves_costs_no_step_and_a_broken_link_no_pod(gang, undisturbe
     assert [one["replica"] for one in gang.report()["rounds"]] == [1, 2, 2]
 
 
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("holding", [False, True])
-def test_all_pods_of_a_job_that_is_suspended_save_and_end(gang, holding):
-    gang.hold("1-0-step-9")
+# --- Standbys ------------------------------------------------------------------------------------
+
+
+class Waited(Operated):
+    """A gang of three, and one standby in seat 3."""
+
+    standby = 1
+
+    def linked(self, number: int) -> None:
+        """Wait until so many links have been made in all, that of the hub aside."""
+        self.until(lambda: len(self.marks("admitted")) == number, f"{number} links")
+
+    def replicas(self) -> list[int]:
+        return sorted(self.report(seat)["replica"] for seat in range(4))
+
+
+@pytest.mark.fault("T5", "N25")
+@pytest.mark.parametrize("gang", [Waited], indirect=True)
+def test_a_standby_serves_at_once_and_a_newcomer_when_that_hub_is_lost(gang, undisturbed):
+    """In the midst of the second epoch. Who serves other replicas goes on with a new hub."""
+    gang.hold("1-0-step-11", "1-1-step-12", "1-2-step-13")
     gang.begin()
-    gang.at("1-0-step-9")
-    rest = gang.launchers
-    if holding:
-        gang.lose(2)
-        gang.until(lambda: len(gang.marks("stopped")) == 2, "two hold")
-        rest = gang.launchers[:2]
-    for launcher in rest:
-        launcher.send_signal(signal.SIGTERM)
-    gang.until(lambda: len(gang.marks("leaving")) == len(rest), "all know")
-    gang.release("1-0-step-9")
-    assert gang.codes() == [143, 143, -9 if holding else 143], gang.errors
-    assert gang.report(1)["kind"] == "sigterm"
+    gang.at("1-0-step-11")
+    gang.linked(3)
+    assert gang.state().get("serving") is None
+    gang.lose(2)
+    gang.at("1-1-step-12")
+    assert gang.state()["serving"] == "2:3"
+    gang.replace(2)
+    gang.linked(4)
+    gang.lose(1)
+    gang.at("1-2-step-13")
+    assert gang.state()["serving"] == "1:2,2:3"
+    assert [one["replica"] for one in gang.state()["rounds"]] == [2, 1]
+    gang.lose(0)
+    gang.replace(0, 1)
+    assert gang.codes() == [0, 0, 0, 0], gang.errors
+    assert [one.returncode for one in gang.gone] == [-9] * 3, "each was lost once, and nothing else"
+    assert gang.outcome() == undisturbed
+    assert gang.replicas() == [-1, 0, 1, 2]
+    assert gang.report()["round"] == 0, "of hub 3"

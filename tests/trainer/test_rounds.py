@@ -7,7 +7,6 @@ new attempt goes on. Both must end in the hashes and losses of a run that nothin
 import contextlib
 import itertools
 import json
-import re
 import signal
 import socket
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from ddpjob_trainer.snapshot import reader
 from ddpjob_trainer.snapshot.reader import find
 from devcluster import process
-from support.launching import HANDLES, launched
+from support.launching import HANDLES
 from support.patience import PATIENCE
 from support.rounds import (
     COLD,
@@ -27,7 +26,6 @@ from support.rounds import (
     Forwarder,
     alive,
     children,
-    free_ports,
     kill,
     patched,
     two_launchers,
@@ -103,56 +101,7 @@ def started(pid: int) -> int:
     return process.parse_stat(Path(f"/proc/{pid}/stat").read_text())[1]
 
 
-#: As for torchrun: env://, a checkpoint of its own, not a word of ours.
-UNMODIFIED = """
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-path = sys.argv[1]
-begin = torch.load(path) if os.path.exists(path) else 0
-restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-for step in range(begin, 8):
-    if restarts == 0 and step == 5 and rank == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(4))
-    if rank == 0:
-        torch.save(step + 1, path + ".new")
-        os.replace(path + ".new", path)
-print(f"ended at {step + 1} after {restarts} restarts from {begin}")
-dist.destroy_process_group()
-"""
-
-
-@pytest.mark.tier("all")
-def test_an_unmodified_torch_script_goes_on_from_its_own_checkpoint(script, tmp_path):
-    words = ("--nproc", "3", script(UNMODIFIED), str(tmp_path / "checkpoint.pt"))
-    with launched(*words) as launcher:
-        out, err = launcher.communicate(timeout=PATIENCE)
-    assert launcher.returncode == 0, err
-    found = re.findall(r"\[rank (\d)\] ended at 8 after 1 restarts from (\d)", out)
-    assert sorted(rank for rank, _ in found) == ["0", "1", "2"]
-    assert all(int(begin) > 0 for _, begin in found)
-
-
 # --- Three launchers -------------------------------------------------------------------------
-
-
-@pytest.mark.tier("all")
-@pytest.mark.fault("T1")
-def test_across_launchers_a_killed_worker_comes_back_in_place(training, undisturbed, tmp_path):
-    """Also one that dies when all others have ended well."""
-    training.hold("1-0-step-9", "1-1-end-2")
-    training.attempt(1, *COLD, **patched(tmp_path, UNHURRIED))
-    kill(training.at("1-0-step-9")[1])
-    (last,) = training.at("1-1-end", ranks=[2])
-    others = [launcher.pid for launcher in training.launchers[:2]]
-    training.until(lambda: not any(map(children, others)), "the others have ended")
-    kill(last)
-    assert training.codes() == [0, 0, 0], training.errors
-    assert training.outcome() == undisturbed
-    rounds = [(one["round"], one["replica"], one["rank"]) for one in training.report()["rounds"]]
-    assert rounds == [(0, 1, 1), (1, 2, 2)]
 
 
 @pytest.mark.fault("T19")
@@ -224,18 +173,6 @@ def test_a_lost_launcher_ends_the_attempt_and_the_next_goes_on(training, undistu
     training.attempt(4, *COLD)
     assert training.codes() == [0, 0, 0], training.errors
     assert training.outcome() == undisturbed
-
-
-@pytest.mark.tier("all")
-def test_who_waits_for_a_launcher_that_was_told_to_end_does_not_wait_long(training):
-    """Rank 1 is gone before it has met the others: they cannot notice that by themselves."""
-    training.hold("1-0-import-1")
-    launchers = training.attempt(1, *COLD, DDPJOB_GRACE_SECONDS="3")
-    training.at("1-0-import", ranks=[1])
-    # Who is told to end before the hub knows it is gone without a word.
-    training.until(lambda: len(training.marks("admitted")) == 2, "both know the hub")
-    launchers[1].send_signal(signal.SIGTERM)
-    assert training.codes() == [75, 143, 75], training.errors
 
 
 @pytest.mark.fault("T1")
@@ -313,29 +250,3 @@ def test_the_hub_stays_until_all_others_are_done(script, tmp_path, taken):
             errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], errors
     assert (f"no restart in place: port {hub} of the hub: Address already" in errors[0]) is taken
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize("constant", ["_SUCCESS_SECONDS", "_ANSWER_SECONDS"])
-@pytest.mark.parametrize("taken", [True, False])
-def test_a_hub_that_cannot_be_is_not_waited_for(script, tmp_path, constant, taken):
-    """Its port is another's, or launcher 0 is gone: with training under way that is known."""
-    code = 3 if constant == "_ANSWER_SECONDS" else 0
-    program = script(
-        f"""
-from pathlib import Path
-from ddpjob_trainer.liveness.heartbeat import RankStateWriter
-writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
-writer.update(phase="step", step=1)
-sys.exit({code} if rank == 2 else 0)
-"""
-    )
-    [nobody] = free_ports(1)
-    other = Forwarder(nobody)  # takes connections, and closes them
-    hub, replicas = (other.port, (0, 1)) if taken else (nobody, (1,))
-    env = patched(tmp_path, {f"launcher.local_round.{constant}": 10 * PATIENCE})
-    with two_launchers(tmp_path, program, nproc=2, hub=hub, replicas=replicas, **env) as launchers:
-        errors = [launcher.communicate(timeout=PATIENCE)[1] for launcher in launchers]
-    other.cut()
-    assert launchers[-1].returncode == code, errors
-    assert ("no further round: the hub was lost" in errors[-1]) == (code == 3)
