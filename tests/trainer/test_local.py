@@ -16,7 +16,6 @@ import yaml
 
 from kubectl_ddp import cli as plugin
 from support.launching import PATHS, ROOT, finished
-from support.manifest import changed, ddpjob
 from support.patience import WHOLE
 from support.rounds import EVERY, Training, alive
 
@@ -29,15 +28,6 @@ with open(sys.argv[1] + "/at-stay-" + os.environ["RANK"], "w") as out:
     print(os.getpid(), file=out)
 while True:
     time.sleep(60)
-"""
-#: Each says in which attempt it ran; once all three have, replica 1 fails.
-FAIL = """
-import glob, os, sys, time
-attempt, replica = os.environ["DDPJOB_ATTEMPT"], os.environ["DDPJOB_REPLICA"]
-open(f"{sys.argv[1]}/ran-{attempt}-{replica}", "w").close()
-while replica != "1" or len(glob.glob(f"{sys.argv[1]}/ran-{attempt}-*")) < 3:
-    time.sleep(0.01)
-sys.exit(3)
 """
 
 
@@ -132,19 +122,6 @@ def test_whatever_ends_it_leaves_no_process(signals, deaf, tmp_path, capsys):
     training.until(lambda: not any(map(alive, pids)), f"no process is left of {pids}\n{out}")
     expected = -signal.SIGKILL if signal.SIGKILL in signals else 128 + signals[0]
     assert process.returncode == expected, out
-
-
-def test_restarts_are_the_manifests(tmp_path):
-    (tmp_path / "fail.py").write_text(FAIL)
-    command = ["python", "-u", str(tmp_path / "fail.py"), str(tmp_path)]
-    place = "spec.template.spec.containers.0.command"
-    body = changed(ddpjob(restart={"maxRestarts": 1}), place, command)
-    with local(tmp_path, json.dumps(body)) as process:
-        out, _ = process.communicate(timeout=WHOLE)
-    assert process.returncode == 3, out
-    ran = sorted(path.name[4:] for path in tmp_path.glob("ran-*"))
-    assert ran == [f"{attempt}-{replica}" for attempt in (1, 2) for replica in range(3)]
-    assert "restart.maxRestarts 1 is used up" in out
 
 
 @pytest.mark.tier("all")

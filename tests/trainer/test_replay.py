@@ -123,13 +123,6 @@ class Named(Hidden):
         return self.table[:1]
 
 
-class OfItsRank(Rows):
-    """Gives each rank its part, as a plain script may have it: as many samples on each."""
-
-    def __getitem__(self, index: int) -> Any:
-        return DATA[(index * 3 + int(os.environ["RANK"])) % SAMPLES]
-
-
 class Counting(nn.Sequential):
     """Counts its forwards in a plain attribute, and scales what it returns by it."""
 
@@ -165,8 +158,6 @@ class Body:
 
     def scale(self, step: ddp.Step) -> torch.Tensor | float:
         return 1.0
-
-    def batch_done(self) -> None: ...
 
     def ended(self) -> None:
         """After commit()."""
@@ -250,11 +241,6 @@ class Swapping(Body):
         self.put(self.average)
 
 
-class Clipping(Body):
-    def batch_done(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
-
-
 class Kept(Body):
     """The cure."""
 
@@ -282,7 +268,6 @@ def train(
     workers: int | None = None,
     level: str | None = None,
     wait: bool = False,
-    micro: int = 1,
 ) -> Callable[[int], None]:
     """``die``: ranks and the index of the step in which they kill themselves.
 
@@ -291,7 +276,7 @@ def train(
 
     def program(rank: int) -> None:
         run = ddp.start(
-            total_steps=STEPS, global_batch=GLOBAL_BATCH, level=level, seed=4, micro_batches=micro,
+            total_steps=STEPS, global_batch=GLOBAL_BATCH, level=level, seed=4,
             snapshots=ddp.Snapshots(directory=directory / "s", every=EVERY),
         )  # fmt: skip
         nets = [network(model_kind), network()][: 1 + several]
@@ -304,7 +289,6 @@ def train(
             for x, y in step.batches:
                 out = sum(model(x) for model in models)
                 step.backward(cross_entropy(out, y) * body.scale(step))
-                body.batch_done()
             if level is None and not several:
                 assert len(determinism.buckets(models[0])) > 1
             if (die or {}).get(rank) == step.index:
@@ -352,12 +336,6 @@ def test_a_buffer_that_is_not_persistent_is_shared_and_kept(restarted, gang, tmp
     for rank in range(3):
         name = f"result-{rank}"
         assert (calm / name).read_text() == (tmp_path / name).read_text()
-
-
-@pytest.mark.tier("all")
-def test_a_clip_between_micro_batches_is_refused_at_once(gang, tmp_path):
-    assert 64 in gang.run(train(tmp_path, Clipping, micro=2)).values()
-    assert "gradients were changed or dropped between two batches of a step" in gang.log(0)
 
 
 def differing(told: str) -> tuple[int, int, str]:
@@ -428,16 +406,6 @@ def test_what_a_script_keeps_is_named(restarted, case):
         assert (cure in told) == (what == "batch")
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.tier("all"))])
-def test_a_dataset_that_is_another_on_each_rank_is_told(gang, tmp_path, workers):
-    program = train(tmp_path, dataset=OfItsRank(), workers=workers)
-    assert gang.run(program) == dict.fromkeys(range(3), 0), gang.last_words()
-    told = gang.log(0)
-    assert told.count("warning: sample ") == 1
-    assert "of OfItsRank is not the same on ranks 0 and 1" in told
-    assert "give every rank the whole dataset" in told
-
-
 @pytest.mark.fault("T14")
 def test_a_drill_finds_it_without_a_kill(gang, tmp_path):
     env = {REPLAY_DIR: str(tmp_path / "replay")}
@@ -481,23 +449,6 @@ def test_a_fault_that_all_resumed_processes_share_is_never_proven(gang, tmp_path
     assert [line.partition(":")[0] for line in said] == ["not proven", "not proven"], said
     assert "step 4, done again after the restart, differs on rank 0 in its loss" in said[0]
     assert re.search("steps 10 to 1[01] are equal again, but step 4 differed", said[1])
-
-
-@pytest.mark.tier("all")
-@pytest.mark.parametrize(
-    ("then", "env"), [({"world": 2}, {}), ({}, {REPLAY_DIR: "another"})], ids=["world", "pod"]
-)
-def test_without_a_record_of_these_steps_nothing_is_claimed(gang, tmp_path, then, env):
-    first = {REPLAY_DIR: str(tmp_path / "replay")}
-    later = {name: str(tmp_path / value) for name, value in env.items()}
-    die = {2: KILLED}
-    gang.run(train(tmp_path, level="elastic", die=die), env=first)
-    gang.log_path(0).unlink()
-    world = then.get("world", 3)
-    codes = gang.run(train(tmp_path, level="elastic"), world=world, env=first | later)
-    assert codes == dict.fromkeys(range(world), 0), gang.last_words()
-    assert f"resuming after step {SNAPSHOT}" in gang.log(0)
-    assert re.findall("restart .*?:", gang.log(0)) == ["restart not checked:"]
 
 
 @pytest.mark.tier("all")

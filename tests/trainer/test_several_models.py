@@ -266,14 +266,10 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):
         g, d, frozen = small(16, 4), small(4, 1), small(16, 4).requires_grad_(False)
         with refused(r"parameter 'model2\.0\.weight'.*run\.prepare\(model, \[first, second\]\)"):
             run.prepare([g, d], adam(g))
-        with refused("not the model's: give prepare\\(\\) all models"):
-            run.prepare(g, [adam(g), adam(d)])
         with refused("parameters that are not the model's"):
             run.prepare(g, adam(d))
         with refused("no parameter that requires a gradient"):
             run.prepare(frozen, adam(g))
-        with refused("several models and comm_hook"):
-            run.prepare([g, d], [adam(g), adam(d)], comm_hook="bf16")
         wg, og = run.prepare(g, adam(g))
         with refused("the same model twice"):
             run.prepare(g, adam(g))
@@ -284,8 +280,6 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):
         with run.evaluating(model=wd) as module:
             assert module is d
         other = adam(g)
-        with refused("cannot tell what list_iterator yields"):
-            next(iter(run.steps(iter([1]))))
         steps = iter(run.steps(TensorDataset(torch.randn(24, 16))))
         with refused("prepare all models before it"):
             step = next(steps)
@@ -303,10 +297,6 @@ def test_what_would_train_nothing_or_apart_is_refused_with_the_cure(gang):
         step.backward(wg(batch).mean())
         with refused("was given an optimizer, Adam, that prepare"):
             step.update(other)
-        with refused(r"Adam is used in the loop, but prepare.*run\.prepare\(\[model, other\]"):
-            adam(g).step()
-        with refused(r"Adam\.step\(\) is called in the loop, on gradients.*step\.commit\(\)"):
-            og.step()
         with refused("no gradient has reached the parameters of the Adam"):
             step.update(od)
         step.backward(wg(torch.ones(2, 16)).mean())

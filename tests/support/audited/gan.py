@@ -1,7 +1,6 @@
 """Two optimizers, accumulated gradients, bfloat16, tied weights, evaluation: right, and odd."""
 
 import os
-import sys
 
 import torch
 from torch import nn
@@ -33,8 +32,7 @@ step = 0
 if os.path.exists("last.pt"):
     kept = torch.load("last.pt", weights_only=False)
     for name, part in parts.items():
-        if name not in sys.argv:  # left out by mistake
-            part.load_state_dict(kept[name])
+        part.load_state_dict(kept[name])
     step = kept["step"]
     torch.set_rng_state(kept["random"])
 

@@ -43,16 +43,14 @@ def save():
     named = dict(model.named_parameters()) if "no-buffers" in mistakes else model.state_dict()
     kept = {"step": step, "model": named, "optimizer": optimizer.state_dict(),
             "scheduler": scheduler.state_dict(), "random": random_states()}  # fmt: skip
-    if "half-model" in mistakes:
-        kept["model"] = {name: one for name, one in named.items() if name[0] != "4"}
     kept = {name: one for name, one in kept.items() if f"no-{name}" not in mistakes}
     torch.save(kept, path + ".new")
     os.replace(path + ".new", path)
 
 
-if os.path.exists(path) and "no-load" not in mistakes:
+if os.path.exists(path):
     kept = torch.load(path, weights_only=False)
-    model.load_state_dict(kept["model"], strict=not {"no-buffers", "half-model"} & mistakes)
+    model.load_state_dict(kept["model"], strict="no-buffers" not in mistakes)
     if "optimizer" in kept:
         optimizer.load_state_dict(kept["optimizer"])
     if "scheduler" in kept:

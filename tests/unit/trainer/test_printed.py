@@ -122,12 +122,7 @@ def short(found: Numbers) -> tuple[int | None, int | None, float | None]:
             ],
             500, 1000, 2.3012,
         ),
-        (["{'loss': '2.3', 'grad_norm': '1.2', 'epoch': '0.5'}"], None, None, 2.3),
         # timm, pytorch/examples, torchvision's and MAE's MetricLogger
-        (
-            ["Train: 0 [  50/1251 (  4%)]  Loss: 6.9 (6.92)  Time: 0.432s,  592.37/s  LR: 1.0e-05"],
-            50, None, 6.9,
-        ),
         (
             [
                 "Epoch: [0][391/391]\tTime  0.1 ( 0.2)\tLoss 6.9e+00 (6.95e+00)\tAcc@1   0.00",
@@ -135,13 +130,8 @@ def short(found: Numbers) -> tuple[int | None, int | None, float | None]:
             ],
             401, None, 6.5,
         ),
-        (["Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.151"], 640, None, 2.151),
         (["Train Epoch: 2 [640/60000 (1%)]\tLoss: 2.1"], 60640, None, 2.1),
         (["[0/5][10/1583]\tLoss_D: 1.2\tLoss_G: 3.4\tD(x): 0.5"], 10, 7915, None),
-        (
-            ["Epoch: [0]  [ 20/390]  eta: 0:05:12  lr: 0.000001  loss: 1.0123 (1.1)  time: 0.5"],
-            20, None, 1.0123,
-        ),
         (
             ["Epoch: [0/100]  [  10/2502]  eta: 1:00:00  loss: 10.95 (10.9)  lr: 0.0001"],
             10, 250200, 10.95,
@@ -149,9 +139,7 @@ def short(found: Numbers) -> tuple[int | None, int | None, float | None]:
         (["[GPU0] Epoch 0 | Batchsize: 32 | Steps: 64"], 0, None, None),
         ([f"[GPU0] Epoch {n} | Batchsize: 32 | Steps: 64" for n in (0, 3)], 192, None, None),
         # nanoGPT, build-nanogpt, minGPT, torchtitan, megatron, tutorials
-        (["iter 100: loss 2.3102, time 5.12ms, mfu 3.14%"], 100, None, 2.3102),
         (["step 250: train loss 2.1000, val loss 2.2000"], 250, None, 2.1),
-        (["step    30 | loss: 6.123456 | lr 6.0e-04 | norm: 1.23 | dt: 300ms"], 30, None, 6.123456),
         (["iter_dt 12.34ms; iter 100: train loss 2.10000"], 100, None, 2.1),
         (["[titan] 2026-01-02 - root - INFO - step: 10  loss:  8.1234  memory: 1.2GiB"],
          10, None, 8.1234),
