@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.snapshot.ondisk import disk, lineage, manifest
-from ddpjob_trainer.snapshot.ondisk.disk import seal
 from ddpjob_trainer.snapshot.ondisk.lineage import Start
 from ddpjob_trainer.snapshot.restore import resume
 from support.patience import wait_for
@@ -206,34 +204,6 @@ def test_start_record_unreadable_for_rank_0(gang, before, harmed):
     resumed(gang, harmed, before, attempt=3)
 
 
-def foreign_names(root: Path) -> None:
-    (root / ("9" * 255)).mkdir()
-    (root / ("9" * 20)).mkdir()
-    (root / "999999999").mkdir()
-    for number in range(2, 1002):
-        (root / f"{number:08d}").touch()
-
-
-def forged_records(root: Path) -> None:
-    """By somebody who has read uid and attempt, and knows no secret."""
-    for number, start in (
-        (5, Start(5, "u", 10**9, 0)),
-        (6, Start(6, "x", 1, 0, predecessors=("u",))),
-        (999_999_999, Start(999_999_999, "y", 1, 0)),
-    ):
-        (root / f"{number:08d}").mkdir()
-        (root / f"{number:08d}" / lineage.START).write_bytes(seal(asdict(start)))
-
-
-@pytest.mark.fault("S3")
-@pytest.mark.parametrize("put", [pytest.param(foreign_names, marks=SLOW), forged_records])
-def test_directory_foreign(gang, before, harmed, put):
-    put(harmed / "job")
-    for attempt, after in ((2, 20), (3, 26)):
-        resumed(gang, harmed, before, attempt=attempt, after=after, DDPJOB_TOKEN="secret")
-    assert "foreign" in gang.log(0) or "forged" in gang.log(0)
-
-
 @pytest.mark.fault("S4")
 @pytest.mark.parametrize("extent", [pytest.param("newest", marks=SLOW), "all"])
 def test_listing_stale(gang, before, harmed, extent):
@@ -272,10 +242,3 @@ def test_disk_full(gang, before, harmed, small):
     assert "resuming after step 20" in gang.log(0)
     (small / "fill").unlink()
     resumed(gang, small, before, attempt=3)
-
-
-def test_a_volume_that_was_emptied_is_no_reason_to_begin_anew(gang, tmp_path):
-    """Only the status knows of it."""
-    refused(gang, tmp_path)
-    assert "snapshot.resume: Never" in gang.log(0)
-    assert not list((tmp_path / "job").iterdir())
