@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import TCPStore
 from ddpjob_trainer.snapshot import reader
 from ddpjob_trainer.snapshot.reader import find
 from devcluster import process
-from support.launching import HANDLES
 from support.patience import PATIENCE
 from support.rounds import (
     COLD,
@@ -197,22 +196,6 @@ if os.environ["DDPJOB_ROUND"] == "0":
         told = (tmp_path / f"told-{rank}").read_text().splitlines()
         assert "1 False" in told, told
         assert not any("True" in one for one in told), told
-
-
-def test_who_saves_and_ends_with_0_at_a_sigterm_has_not_succeeded(script, tmp_path, wait_until):
-    program = script(
-        f"""
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-open({str(tmp_path)!r} + f"/here-{{rank}}", "w").close()
-{HANDLES}"""
-    )
-    env = patched(tmp_path, {"launcher.local_round._ANSWER_SECONDS": PATIENCE})
-    with two_launchers(tmp_path, program, nproc=2, **env) as launchers:
-        wait_until(lambda: len(list(tmp_path.glob("here-*"))) == 4, "all four run")
-        launchers[1].send_signal(signal.SIGTERM)
-        _, err = launchers[1].communicate(timeout=PATIENCE)
-    assert launchers[1].returncode == 143, err
-    assert json.loads((tmp_path / "report-1").read_bytes())["kind"] == "sigterm"
 
 
 @pytest.mark.fault("T5")
