@@ -179,17 +179,18 @@ def survivor(trained, tmp_path):  # type: ignore[no-untyped-def]
     rescue = Rescue(tmp_path, world, snapshots)
     rescue.begin(trained.boundary, lambda: {"seed": 7, "best": {}}, 24)
     trained.body()
-    return rescue, Launcher(tmp_path), files.directory
+    launcher = Launcher(tmp_path)
+    yield rescue, launcher, files.directory
+    launcher.close()
 
 
 def test_an_evaluation_after_the_update_is_said_to_repeat_steps_once(survivor, capfd):
-    rescue, launcher, _ = survivor
+    rescue, *_ = survivor
     rescue.evaluates()  # rank 0 says it
     rescue._world = SimpleNamespace(rank=0)
     rescue.evaluates()
     rescue.evaluates()
     assert capfd.readouterr().err.count("call run.evaluate() first in the loop's body") == 1
-    launcher.close()
 
 
 def test_a_survivor_saves_its_boundary_once_another_one_agrees(trained, survivor):
@@ -207,7 +208,6 @@ def test_a_survivor_saves_its_boundary_once_another_one_agrees(trained, survivor
     )  # fmt: skip
     then = trained.boundary.captured(0).flat
     assert flat_sha256(whole(open_source(directory, found))) == flat_sha256(then)
-    launcher.close()
 
 
 def test_without_a_second_opinion_nothing_counts(trained, survivor):
@@ -222,7 +222,6 @@ def test_without_a_second_opinion_nothing_counts(trained, survivor):
     launcher.say(word=word)
     assert launcher.hear() == {"no": "no other rank holds the same bits"}
     assert list(directory.iterdir()) == []
-    launcher.close()
 
 
 def test_a_commit_that_fails_past_its_rename_keeps_the_data(monkeypatch, trained, survivor):
@@ -240,7 +239,6 @@ def test_a_commit_that_fails_past_its_rename_keeps_the_data(monkeypatch, trained
     assert launcher.hear() == {"no": "the directory was not synced"}
     [path] = manifest.listed(directory)
     assert whole(open_source(directory, manifest.read(path)))
-    launcher.close()
 
 
 @pytest.mark.parametrize("others", [1, 2])
@@ -316,7 +314,6 @@ def test_who_vouches_writes_nothing(trained, survivor):
     assert launcher.hear() == {"word": word_of(24, trained.boundary.captured(0))}
     assert list(directory.iterdir()) == []
     rescue.hold()  # returns: what the launcher wanted is done
-    launcher.close()
 
 
 @pytest.mark.parametrize("what", ["write", "vouch"])
@@ -330,7 +327,6 @@ def test_a_word_of_stop_that_is_in_no_snapshot_is_not_lost(survivor, what, flag)
     assert launcher.hear() == {"no": "step.stop() was called, which the next start would not know"}
     setattr(exchange, flag, False)
     assert rescue._config() == {}
-    launcher.close()
 
 
 def test_a_step_after_which_rank_0_had_more_to_do_is_left_under_way(survivor):
@@ -339,7 +335,6 @@ def test_a_step_after_which_rank_0_had_more_to_do_is_left_under_way(survivor):
     launcher.say(do="write", seconds=PATIENCE, most=23)
     assert launcher.hear() == {"no": "rank 0 had more to do after the step's commit()"}
     assert list(directory.iterdir()) == []
-    launcher.close()
 
 
 def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor):
@@ -348,14 +343,12 @@ def test_an_update_that_does_not_end_leaves_the_older_snapshot(trained, survivor
     assert not read_marks(directory.parent, RANK).intact
     launcher.say(do="write", seconds=0)
     assert launcher.hear() == {"no": "an update, or the body after it, does not end"}
-    launcher.close()
 
 
 def test_nobody_stays_longer_than_a_launcher_may_need(monkeypatch, survivor):
     monkeypatch.setattr(rescue_, "HOLD_SECONDS", 0.0)
-    rescue, launcher, _ = survivor
+    rescue, *_ = survivor
     rescue.hold()
-    launcher.close()
 
 
 def test_marks_tell_what_a_rescue_would_save(tmp_path):
