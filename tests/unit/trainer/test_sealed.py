@@ -173,9 +173,8 @@ def test_who_writes_over_gloos_own_keys_is_a_lost_peer(text):
     """Gloo raises ValueError or MemoryError then, which would be charged as the script's."""
     store = HashStore()
     store.set("0//cpu//0/0", text)
-    second = timedelta(seconds=1)
     with pytest.raises(PeerLostError):
-        _group(store, card(1)._env, torch.device("cpu"), second, second)
+        _group(store, card(1)._env, torch.device("cpu"))
 
 
 @pytest.mark.fault("T19")

@@ -65,17 +65,12 @@ def rounds(
     ``attempt``: of pods; the hub may be older. So these are rounds of the hubs until then in which
     no younger pod served, those of the youngest hub first.
     """
-    found = [
-        seen
-        for seen in folder.find(root)
-        if (attempt is None or seen.folder.attempt <= attempt)
-        and round_ in (None, seen.folder.round)
-        and (
-            uid is None
-            or seen.folder == folder.round_folder(uid, seen.folder.attempt, seen.folder.round)
-        )
-    ]
+    found = [seen for seen in folder.find(root) if round_ in (None, seen.folder.round)]
+    if uid is not None:
+        job = folder.round_folder(uid, 0, 0).job
+        found = [seen for seen in found if seen.folder.job == job]
     if attempt is not None:
+        found = [seen for seen in found if seen.folder.attempt <= attempt]
         found.sort(key=lambda seen: seen.folder.attempt, reverse=True)
     for seen in found:
         one = _round(root, seen)
@@ -85,8 +80,7 @@ def rounds(
 
 
 def _round(root: Path, seen: Seen) -> Round:
-    files: list[Evidence] = []
-    names: list[str] = []
+    files, names = list[Evidence](), list[str]()
     with contextlib.suppress(OSError), folder.opened(root, seen.folder.name) as fd:
         names = sorted(os.listdir(fd))  # noqa: PTH208 - relative to a descriptor
         for name in [name for name in names if _FILE.fullmatch(name)][:_MOST_FILES]:
@@ -173,11 +167,8 @@ def incident(found: Round) -> Incident:
     }
     if first := first_of(files):
         file, rank = first
-        facts |= {
-            "first": {**rank, "log": rank["log"][-_LAST_LINES:]},
-            "firstReplica": file["replica"],
-            "firstPod": file["pod"],
-        }
+        facts["first"] = {**rank, "log": rank["log"][-_LAST_LINES:]}
+        facts |= {"firstReplica": file["replica"], "firstPod": file["pod"]}
     kept = {name: value for name, value in facts.items() if value not in (None, [], {})}
     return cast("Incident", kept)
 
@@ -193,9 +184,8 @@ def first_of(files: Sequence[Evidence]) -> tuple[Evidence, RankEnd] | None:
     """
     everybody = [(file, rank) for file in files for rank in file["ranks"]]
     cause = _cause(files) or {}
-    named = [
-        p for p in everybody if p[1]["rank"] == cause.get("rank") and p[1]["end"] != "followed"
-    ]
+    alone = [pair for pair in everybody if pair[1]["end"] != "followed"]
+    named = [pair for pair in alone if pair[1]["rank"] == cause.get("rank")]
     failed = [pair for pair in everybody if pair[1]["end"] == "failed"]
     failed.sort(key=lambda pair: (pair[0]["at"], pair[1]["rank"]))
     over, silent = _split(files)
@@ -251,12 +241,10 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     about = "last lines, ends and stacks of earlier rounds, kept beside the snapshots"
     top = commands.add_parser(
-        "evidence",
-        help=about,
+        "evidence", help=about, epilog=_EPILOG,
         description=f"Look at {about}. Reads only; safe beside a running job.",
-        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    )  # fmt: skip
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     where = "the snapshot directory: <spec.snapshot.path>/<job name>, or the URL of uploads"
     for verb, text in {"ls": "list the rounds", "show": "print what one round left"}.items():
@@ -345,15 +333,9 @@ def _first(one: Incident) -> str:
 def _rest(one: Incident) -> str:
     parts = []
     first = one["first"]["rank"] if "first" in one else -1
-    ends = {
-        "failed": one.get("failed", []),
-        "followed": one.get("followed", []),
-        "stopped": one.get("stopped", []),
-        "running": one.get("running", []),
-        "succeeded": one.get("succeeded", []),
-    }
-    for end, everybody in ends.items():
-        ranks = [rank for rank in everybody if rank != first]
+    ends = cast("Mapping[str, list[int]]", one)
+    for end in ("failed", "followed", "stopped", "running", "succeeded"):
+        ranks = [rank for rank in ends.get(end, []) if rank != first]
         shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
         more = ", ..." if len(ranks) > _MOST_SHOWN else ""
         parts += [f"{end}: {shown}{more}"] if ranks else []
@@ -370,13 +352,9 @@ def in_words(rank: RankEnd) -> str:
 
 
 def show(
-    root: Path,
-    uid: str | None = None,
-    *,
-    attempt: int | None = None,
-    round_: int | None = None,
-    rank: int | None = None,
-) -> int:
+    root: Path, uid: str | None = None, *, attempt: int | None = None,
+    round_: int | None = None, rank: int | None = None,
+) -> int:  # fmt: skip
     """Print last lines and stacks of one round, all ranks or one; return 0."""
     for found in _rounds(root, uid, attempt=attempt, round_=round_):
         if any(_has(file, rank) for file in found.files):
