@@ -53,8 +53,7 @@ class Signals:
                 self.pending.append(signum)
 
         def drain(now: float) -> None:
-            with contextlib.suppress(BlockingIOError):
-                os.read(read, 4096)
+            os.read(read, 4096)
 
         selector.register(read, selectors.EVENT_READ, drain)
         for signum in _FORWARDED:
