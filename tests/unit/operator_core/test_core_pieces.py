@@ -7,7 +7,7 @@ import pytest
 
 import ddpjob_contract as contract
 from ddpjob_contract import crd
-from ddpjob_operator.core.objects import observe, ranges, spec, status
+from ddpjob_operator.core.objects import observe, spec, status
 from support.world import START, env_of, rendered, running
 
 
@@ -25,27 +25,6 @@ def test_progress_of_a_stranger(raw, loss):
 def test_status_survives_a_round_trip():
     world = running(suspend=False).end(1, 137)
     assert status.to_dict(status.from_dict(world.status)) == world.status
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [None, [], {"phase": 7, "conditions": [1, {"type": "A"}], "failures": [{}], "attempt": "x",
-     "progress": {"loss": "x"}, "timings": {"startedAt": "yesterday", "runningAt": "2026-01-01"},
-     "succeededReplicas": "0-99999999"}],
-)  # fmt: skip
-def test_a_status_that_makes_no_sense_counts_as_none(raw):
-    found = status.from_dict(raw)
-    assert (found.phase, found.conditions, found.failures) == (None, (), ())
-    assert found.succeeded == frozenset()
-
-
-@pytest.mark.parametrize(
-    ("text", "found"), [("0-2,5", {0, 1, 2, 5}), ("", set()), ("a", set()), (None, set())]
-)
-def test_ranges(text, found):
-    assert ranges.parse_ranges(text, 6) == found
-    if found:
-        assert ranges.format_ranges(frozenset(found)) == text
 
 
 @pytest.mark.parametrize(

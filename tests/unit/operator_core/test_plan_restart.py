@@ -41,21 +41,6 @@ def test_the_secret_is_made_before_the_pods_and_when_it_may_be_gone():
     assert world.tries("secrets") == 3
 
 
-@pytest.mark.parametrize("replica", range(3))
-@pytest.mark.parametrize("how", ["killed", "vanished", "deleted"])
-def test_any_member_lost_in_any_way_is_one_restart(replica, how):
-    world = running()
-    if how == "killed":
-        world.end(replica, 137)
-    elif how == "vanished":
-        world.vanish(replica)
-    else:
-        world.terminate(replica).end(replica, 143)
-    assert (world.run().phase, world.attempts()) == ("Running", {2})
-    assert world.counts == ((1, 1, 0) if how == "killed" else (1, 0, 1))
-    assert world.loss["replica"] == replica
-
-
 def test_the_exception_is_in_the_column_the_event_and_the_condition():
     report = '{"version":1,"kind":"exception","code":1,"exception":"ValueError: bad shape"}'
     world = running(restart={"maxRestarts": 1}).end(1, 1, message=report)
