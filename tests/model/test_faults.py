@@ -132,26 +132,6 @@ def test_a_creation_that_arrives_after_the_next_barrier_stops_the_batch(loop, le
             assert len({number for _, number in there}) < 2
 
 
-@pytest.mark.fault("N11")
-@pytest.mark.parametrize("how", ["suspend", "deadline"])
-def test_a_pod_without_its_label_runs_on_after_no_suspension_and_no_end(loop, how):
-    world = World(loop, fate=lambda *_: None)
-    world.cluster.create(crd.PLURAL, job_body())
-    assert world.run(lambda: world.phase() == "Running")
-    EVENTS["pod-unlabelled"](world)
-    if how == "suspend":
-        world.edit("job", suspend=True)
-        told = lambda: world.cluster.status("job")["conditions"]  # noqa: E731
-        over = lambda: ("Suspended", "True") in {(c["type"], c["status"]) for c in told()}  # noqa: E731
-    else:
-        EVENTS["deadline"](world)
-        over = world.over
-    assert world.run(over)
-    world.must_rest()
-    assert not world.cluster.processes
-    assert world.phase() == {"suspend": "Suspended", "deadline": "Failed"}[how]
-
-
 def test_a_job_deleted_unseen_gets_no_pod_beyond_its_last_intent(loop):
     """The pod of the old uid goes with the garbage collector; the new job of the name goes on."""
     world = World(loop, fate=lambda *_: None)

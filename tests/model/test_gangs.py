@@ -1,13 +1,11 @@
 """Stories of several jobs, dead nodes and long times, which no single fault tells."""
 
-from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
 
 from ddpjob_contract import crd
-from ddpjob_operator.core.objects.status import Progress
-from model.cluster import NODES, START
+from model.cluster import START
 from model.story import World, job_body
 
 DAY = 24 * 3600
@@ -51,29 +49,15 @@ def test_three_gangs_that_do_not_fit_together_all_end(loop, size, quota):
     assert world.cluster.now - START < timedelta(hours=8), "three hours of work, one by one"
 
 
-def test_progress_that_is_held_back_is_stored_though_nothing_else_happens(loop):
-    """No list of jobs comes to its help: the API server's answers are slow, or the hub is gone."""
+def test_two_operators_with_other_views_write_of_a_stall_at_a_slow_pace(loop):
     world = World(loop, fate=lambda *_: None)
     world.cluster.create(crd.PLURAL, job_body())
     assert world.run(lambda: world.phase() == "Running")
-    world.run(lambda: False, 1800)
-    world.freeze(world.operator)
-    (job,) = world.operator.store.jobs()
-    for step in (1, 2):
-        known = world.operator.store.feedback(job.uid)
-        told = replace(known, progress=Progress(step=step, updated_at=world.cluster.now))
-        world.operator.store.set_feedback(job.uid, told)
-        world.operator.queue.add(job.key)
-        while world.tick():
-            pass
-    assert world.cluster.status("job")["progress"]["step"] == 1, "written a moment ago"
-    assert world.run(lambda: world.cluster.status("job")["progress"]["step"] == 2, 60)
-
-
-def test_waiting_for_any_node_is_told(loop):
-    """No scheduler has said a word about the pods, and yet the job is not silent (I19)."""
-    world = World(loop)
-    for node in NODES:
-        world.cluster.silence(node)
-    world.cluster.create(crd.PLURAL, job_body())
-    world.run(lambda: False, 300)
+    world.state.deposed = True
+    world.start_operator()
+    world.freeze(world.operators[0], plurals=("nodes",))
+    world.cluster.silence(world.cluster.pods()[0]["spec"]["nodeName"])
+    before = len(world.cluster.history)
+    world.run(lambda: False, 60)
+    writes = [w for w in world.cluster.history[before:] if w.plural == crd.PLURAL]
+    assert 10 < len(writes) <= 62, "each tells what it sees, every other second"

@@ -30,15 +30,6 @@ def replacing(loop: asyncio.AbstractEventLoop, lost: int, planner: Planner = pla
     return world
 
 
-@pytest.mark.parametrize("lost", range(3))
-def test_the_others_keep_their_pods_to_the_end(loop, lost):
-    world = replacing(loop, lost)
-    assert {replica(pod) for pod in world.cluster.pods() if attempt(pod) == 1} == {0, 1, 2} - {lost}
-    world.heal()
-    world.must_end()
-    assert status(world.cluster.jobs()[0])["restarts"]["replaced"] == 1
-
-
 def made_twice(loop: asyncio.AbstractEventLoop, planner: Planner) -> World:
     """The operator dies, and with it the pod that it has just made: the next one never saw it."""
     world = replacing(loop, 0, planner)
@@ -115,30 +106,6 @@ def test_who_makes_the_hub_again_is_found_out(loop):
     with pytest.raises(Violation) as found:
         second_hub_of_a_start(loop, wrong.makes_again_what_is_missing)
     assert found.value.name == "i2_one_hub"
-
-
-@pytest.mark.fault("U2")
-def test_a_new_pod_that_finds_the_others_done_is_no_loss(loop):
-    """One that had succeeded was removed between two looks, and was replaced as if lost."""
-    world = World(loop, fate=lambda *_: None)
-    world.holds = True
-    world.cluster.create(crd.PLURAL, job_body())
-    assert world.run(lambda: bool(world.cluster.status("job").get("holds")))
-    done = world.cluster.pods()[1]
-    world.cluster.finish(done, 0)
-    world.cluster.force(done)
-    assert world.run(lambda: world.cluster.status("job")["attempt"] == 2)
-    assert world.run(lambda: world.phase() == "Running")
-    for pod in world.cluster.pods():
-        if attempt(pod) == 1:
-            world.cluster.finish(pod, 0)
-    world.run(lambda: False, 330)
-    (late,) = (pod for pod in world.cluster.pods() if attempt(pod) == 2)
-    world.cluster.finish(late, 75)
-    world.heal()
-    world.must_end()
-    found = world.cluster.status("job")
-    assert (found["phase"], found["attempt"], found["restarts"]["total"]) == ("Succeeded", 3, 1)
 
 
 class Replacing(Machine):
