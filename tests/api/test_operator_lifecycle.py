@@ -1,15 +1,11 @@
 """A gang's life against a real API server: created, restarted, ended, deleted."""
 
-import http.server
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
 from api.roles import deciding
-from support.arena import Arena
-from support.pods import serving
 from support.proxy import Call
 from support.rest import eventually
 
@@ -114,36 +110,3 @@ def test_a_deleted_job_leaves_nothing(stage, gang):
     stage.apply(gang, replicas=2)
     stage.wait_phase(gang, "Running", attempt=1)
     assert Counter(attempt for _, attempt in stage.attempts(gang)) == {"1": 2}
-
-
-class StateServer(http.server.BaseHTTPRequestHandler):
-    """Answers GET /state as the launcher of replica 0 does."""
-
-    body = b"{}"
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def state_port(stage: Arena) -> Iterator[int]:
-    """A port of every pod where StateServer.body is served."""
-    with serving(stage.kubelet, StateServer) as port:
-        yield port
-
-
-def test_progress_comes_from_replica_0_and_is_written_only_when_it_moves(stage, gang, state_port):
-    StateServer.body = b'{"version": 1, "step": 41, "totalSteps": 2000, "snapshotStep": 40}'
-    stage.apply(gang, metrics={"port": state_port})
-    status = stage.wait_status(gang, "progress", lambda s: s.get("progress"))
-    assert (status["progress"]["step"], status["progress"]["totalSteps"]) == (41, 2000)
-    assert status["progress"]["snapshotStep"] == 40
-    stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
-    assert stage.quiet_resyncs() == []
-    StateServer.body = b'{"version": 1, "step": 99}'
-    stage.wait_status(gang, "step 99", lambda s: s["progress"]["step"] == 99)

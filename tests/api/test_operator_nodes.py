@@ -107,27 +107,6 @@ def test_fence_deletes_by_force_and_the_gang_runs_elsewhere(stage, machine, gang
     assert reads, "a quorum has confirmed it"
 
 
-@pytest.mark.fault("N6")
-def test_wait_says_what_ends_it_and_an_administrators_word_does(stage, machine, gang):
-    silent(stage, machine, gang)
-    machine.ready("Unknown")
-    message = stage.wait_condition(gang, "Stalled", "NodeNotReady")["message"]
-    assert f"kubectl delete node {machine.name}" in message
-    for pod in stage.kubelet.pods(gang):
-        stage.rest.delete(stage.path("pods", pod["metadata"]["name"]))
-    stage.wait_status(gang, "nobody is active", lambda s: s["replicas"]["active"] == 0)
-    assert stage.quiet_resyncs() == []
-    assert stage.status(gang)["attempt"] == 1
-    machine.taint("node.kubernetes.io/out-of-service")
-
-    def elsewhere(status: Object) -> bool:
-        # Kubernetes' taint manager deletes by name: it may take a new pod for the lost one.
-        return bool(status["phase"] == "Running" and status["attempt"] >= 2)
-
-    status = stage.wait_status(gang, "it runs elsewhere", elsewhere)
-    assert status["restarts"]["charged"] == 0
-
-
 class Launcher(http.server.BaseHTTPRequestHandler):
     """Answers GET /state as the launcher of replica 0 of a gang that holds."""
 

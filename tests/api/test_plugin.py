@@ -208,20 +208,6 @@ def test_four_rights_are_enough_to_look(stage, gang, port, control_plane, tmp_pa
     assert f"you may not patch ddpjobs of ddpjob.dev in namespace {stage.namespace}" in refused
 
 
-def test_the_right_to_get_the_job_is_enough_for_why(stage, gang, port, control_plane, tmp_path):
-    running(stage, gang, port)
-    stage.kubelet.finish(f"{gang}-1", 3, "ValueError: boom")
-    running(stage, gang, port, attempt=2)
-    rules = [{"apiGroups": ["ddpjob.dev"], "resources": ["ddpjobs"], "verbs": ["get"]}]
-    said = user(control_plane, stage.namespace, "reads-one", rules, tmp_path).says("why", gang)
-    assert f"rank 1, replica 1, pod {gang}-1" in said
-    assert "(User, exit code 3): ValueError: boom" in said
-    assert "(without Events: you may not list events in namespace" in said
-    assert "restart 1 of at most 3 (maxRestarts)" in Plugin(
-        control_plane.kubeconfig, stage.namespace
-    ).says("why", gang)
-
-
 def test_what_a_right_is_missing_for_is_said(stage, gang, port, control_plane, tmp_path):
     running(stage, gang, port)
     nobody = user(control_plane, stage.namespace, "nobody", [], tmp_path)
