@@ -6,7 +6,7 @@ often it is tried; so a fault can be put at it, and what a run did can be compar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ddpjob_contract import crd
 from support.proxy import Call
@@ -34,22 +34,6 @@ def role(call: Call, made: Iterable[Call]) -> str:
         case "DELETE", [crd.PLURAL, _]:
             return "delete-job"
     return f"{call.method.lower()}-{'-'.join(kind)}"
-
-
-def deciding(calls: Sequence[Call], before: str, seconds: float) -> list[Call]:
-    """The writes without those of a status that only report: phase and attempt stay as they are.
-
-    ``before``: the name of the write that told of these last. ``seconds``: what all took. A report
-    comes 2 s after the write before it, so only where the machine is slow; AssertionError if not.
-    """
-    kept = []
-    for call in calls:
-        name = role(call, ())
-        if not name.startswith("status-") or name != before:
-            kept.append(call)
-        before = name if name.startswith("status-") else before
-    assert len(calls) - len(kept) <= seconds // 2, [call.target for call in calls]
-    return kept
 
 
 def happening(kind: str, obj: Object) -> str:

@@ -10,7 +10,6 @@ from ddpjob_operator.core import operators
 from ddpjob_operator.shell import app, reconciler
 from support.arena import Arena
 from support.policy import lease
-from support.proxy import Call, Fault
 from support.rest import Object, eventually
 
 #: For one that is to lose its lease, or may: a slow machine takes it away, too.
@@ -79,18 +78,6 @@ def test_sigterm_ends_in_order_and_frees_the_lease(arena):
     assert "Traceback" not in operator.log()
     second = arena.operator(name="op-b").start()
     second.wait_leading()
-
-
-@pytest.mark.fault("O5")
-def test_who_cannot_renew_stops_and_the_process_ends(arena):
-    operator = arena.operator(*SHORT)
-
-    def renewal(call: Call) -> bool:
-        return "/leases/" in call.path and "leading as" in operator.log()
-
-    arena.proxy.faults = [Fault("answer", renewal, times=10_000, code=500)]
-    assert operator.start().wait() == 1
-    assert "lost the lease" in operator.log()
 
 
 @pytest.mark.fault("O4", "O5")

@@ -1,13 +1,11 @@
-"""A gang's life against a real API server: created, restarted, ended, deleted."""
+"""A gang's life against a real API server: created, ended, deleted."""
 
-import time
+import re
 from collections import Counter
 
 import pytest
 
-from api.roles import deciding
-from support.proxy import Call
-from support.rest import eventually
+from support.rest import Object, eventually
 
 
 def test_a_gang_is_created_runs_and_succeeds(stage, gang):
@@ -43,52 +41,6 @@ def test_a_gang_is_created_runs_and_succeeds(stage, gang):
     assert stage.operators[0].probe("/healthz")[0] == 200
 
 
-@pytest.mark.fault("N10")
-def test_a_restart_keeps_the_order_of_writes(stage, gang):
-    stage.apply(gang)
-    stage.wait_phase(gang, "Running")
-    eventually("the count of ready pods is stored", lambda: stage.quiet_resyncs(1) == [])
-    stage.proxy.clear()
-    since = time.monotonic()
-    stage.kubelet.finish(f"{gang}-1", 1, "Traceback: boom")
-    status = stage.wait_phase(gang, "Running", attempt=2)
-    assert status["restarts"]["total"] == status["restarts"]["charged"] == 1
-    loss = status["lastFailure"]
-    assert (loss["replica"], loss["exitCode"], loss["node"]) == (1, 1, stage.kubelet.node)
-    assert loss["message"] == "Traceback: boom"
-    calls = stage.proxy.calls
-    kinds = [kind for kind in map(step, calls) if kind]
-    assert kinds[0] == "intent", kinds
-    barrier = kinds.index("barrier")
-    assert kinds[1:4] == ["delete"] * 3
-    assert "delete" not in kinds[barrier:], kinds
-    assert [kind for kind in kinds[barrier:] if kind == "create"] == ["create"] * 3
-    assert "create" not in kinds[:barrier]
-    writes = stage.proxy.writes()
-    took = time.monotonic() - since
-    decided = deciding(writes, "status-running-1", took)
-    assert len(decided) <= 3 + 2 * 3, [call.target for call in writes]
-    assert all(uid_guarded(call) for call in writes if call.method == "DELETE")
-
-
-def step(call: Call) -> str:
-    """The role of a call in a restart."""
-    if call.method == "PUT" and call.path.endswith("/status"):
-        return "intent"
-    if call.method == "DELETE" and "/pods/" in call.path:
-        return "delete"
-    if call.method == "POST" and call.path.endswith("/pods"):
-        return "create"
-    quorum = "resourceVersion" not in call.query and "watch" not in call.query
-    if call.method == "GET" and "job-uid%3D" in call.query and quorum:
-        return "barrier"
-    return ""
-
-
-def uid_guarded(call: Call) -> bool:
-    return bool(call.body and call.body["preconditions"]["uid"])
-
-
 def test_a_deleted_job_leaves_nothing(stage, gang):
     stage.apply(gang)
     stage.wait_phase(gang, "Running")
@@ -110,3 +62,25 @@ def test_a_deleted_job_leaves_nothing(stage, gang):
     stage.apply(gang, replicas=2)
     stage.wait_phase(gang, "Running", attempt=1)
     assert Counter(attempt for _, attempt in stage.attempts(gang)) == {"1": 2}
+
+
+@pytest.mark.fault("O3")
+def test_a_job_whose_deletion_no_watch_told_is_forgotten(stage, gang):
+    stage.apply(gang)
+    stage.wait_phase(gang, "Running")
+    stage.wait_status(gang, "all ready", lambda s: s["replicas"]["ready"] == 3)
+
+    def of_the_job(event: Object) -> bool:
+        obj = event["object"]
+        return bool(obj.get("kind") == "DDPJob" and obj["metadata"].get("name") == gang)
+
+    stage.proxy.swallow = of_the_job
+    stage.rest.delete(stage.job_path(gang))
+    eventually(
+        "the resync notices",
+        # The list tells, or a status write that meets 404: the collector removes the pods too.
+        lambda: re.search(
+            rf"{stage.namespace}/{gang}: (deleted, and the watch|gone)", stage.operators[0].log()
+        ),
+    )
+    assert gang not in [call.target for call in stage.proxy.writes()]

@@ -1,7 +1,6 @@
 """What the API server may refuse: quota, a taken name, a pod's account."""
 
 import re
-import secrets
 
 import pytest
 import yaml
@@ -52,38 +51,6 @@ def test_a_foreign_object_of_that_name_is_not_touched(stage, gang, kind):
     assert "deletionTimestamp" not in kept["metadata"]
     stage.rest.delete(stage.path(plural, name), grace=0)
     stage.wait_phase(gang, "Running")
-
-
-@pytest.mark.fault("A4")
-def test_what_is_refused_for_long_is_tried_by_one_pod_and_told_once(stage, gang):
-    """A ServiceAccount that is missing: 403, for every pod, until somebody makes it."""
-    account = f"account-{secrets.token_hex(2)}"
-    container = {"name": "trainer", "image": "example/train:1"}
-    spec = {"schedulerName": "hand", "serviceAccountName": account, "containers": [container]}
-    stage.proxy.clear()
-
-    def tries() -> int:
-        return sum(c.method == "POST" and f"pods/{gang}-" in c.target for c in stage.proxy.calls)
-
-    stage.apply(gang, replicas=60, template={"spec": spec})
-    stage.wait_status(
-        gang,
-        "it names the account",
-        lambda s: any(account in c["message"] for c in s.get("conditions") or ()),
-    )
-    first = tries()
-    assert first <= 3, "one goes first, of 60"
-    eventually("two more tries", lambda: tries() >= first + 2)
-    assert tries() <= first + 3, "one pod each time"
-    other = f"{gang}-b"
-    stage.apply(other)
-    stage.wait_phase(other, "Running")
-    told = [line for line in stage.operators[0].log().splitlines() if account in line]
-    assert len([line for line in told if "creation was refused" in line]) == 1
-    body: Object = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": account}}
-    stage.rest.post(stage.path("serviceaccounts"), body)
-    stage.wait_phase(gang, "Running")
-    stage.remove(other)
 
 
 def test_a_quota_of_jobs_refuses_one_too_many(stage, gang):

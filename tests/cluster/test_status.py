@@ -7,7 +7,7 @@ from support.site import job, trainer
 
 @pytest.mark.fault("N1")
 def test_max_restarts_is_exact_and_the_cause_is_told(site):
-    name, limit = "max-restarts", 1  # others: tests/api/test_operator_lifecycle.py
+    name, limit = "max-restarts", 1  # others: test_plan_restart.py
     script = 'echo "the data set is gone"; [ $DDPJOB_REPLICA = 1 ] && exit 3; sleep 300'
     restart = {"maxRestarts": limit, "backoff": {"maxSeconds": 1}}
     body = job(name, ["sh", "-c", script], restart=restart)
