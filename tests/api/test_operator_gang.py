@@ -14,7 +14,6 @@ from support import arena as support
 from support import cluster, policy
 from support.arena import Arena
 from support.chart import operator_rules
-from support.proxy import Fault
 from support.rest import Object, eventually
 from support.sharing import Shared
 
@@ -93,31 +92,3 @@ def test_each_attempt_has_its_group_and_none_outlives_the_job(stage, gang):
     eventually("the third is gone", lambda: groups(stage, gang) == {})
     stage.wait_status(gang, "no group", lambda s: "podGroup" not in s)
     settles(stage)
-
-
-def test_an_operator_killed_at_any_write_leaves_one_group(gated, tmp_path):
-    """Before and after each creation and deletion of a group, and once more on its way."""
-    with support.arena(gated.kubeconfig, tmp_path) as stage:
-        operator = stage.start_operator()
-        for number, method in enumerate(("POST", "POST", "DELETE", "DELETE")):
-            kind = "kill-before" if number % 2 == 0 else "kill-commit"
-            at = lambda call, method=method: "/podgroups" in call.path and call.method == method  # noqa: E731
-            name = f"gang-{number}"
-            if method == "POST":
-                stage.proxy.faults = [Fault(kind, at)]
-            stage.apply(name, scheduling={"gang": "Native"})
-            if method == "DELETE":
-                stage.wait_phase(name, "Running")
-                stage.proxy.faults = [Fault(kind, at)]
-                stage.kubelet.finish(f"{name}-1", 1)
-            assert operator.wait() != 0
-            stage.proxy.faults = []
-            operator = stage.start_operator()
-            # Also before the first pod: the next operator cannot know that there is none.
-            stage.wait_phase(name, "Running", 2)
-            assert stage.status(name)["restarts"]["charged"] == int(method == "DELETE")
-            group = stage.status(name)["podGroup"]
-            assert named(stage, name) == {group}
-            eventually(
-                "one group", lambda name=name, group=group: set(groups(stage, name)) == {group}
-            )

@@ -15,7 +15,7 @@ from support import policy, workloads
 from support.arena import Arena
 from support.chart import operator_rules
 from support.cluster import Cluster
-from support.proxy import Call, Fault
+from support.proxy import Fault
 from support.rest import Object, RestError, eventually
 from support.sharing import Shared
 
@@ -180,31 +180,6 @@ def test_an_evicted_gang_returns_its_quota_after_its_last_pod(stage, gang, flavo
     assert (restarts["total"], restarts["disruptions"]) == (0, 0)
     queue.play(workloads.admit, flavor)
     stage.wait_phase(gang, "Running", attempt=2)
-
-
-@pytest.mark.fault("U19")
-def test_quota_is_given_back_though_an_operator_dies_as_it_does_so(stage, gang, flavor):
-    queue = Queue(stage, gang)
-    queue.play(workloads.admit, flavor)
-    stage.wait_phase(gang, "Running")
-
-    def gives_back(call: Call) -> bool:
-        return call.method == "PUT" and call.path.endswith("/status") and "workloads" in call.path
-
-    ready = lambda one: workloads.true(one, "PodsReady")  # noqa: E731
-    queue.wait("PodsReady", ready)
-    operator = stage.operators[-1]
-    stage.proxy.faults = [Fault("kill-before", gives_back)]
-    queue.play(workloads.evict)
-    operator.wait()
-    stage.proxy.faults = []
-    held = queue.seen()
-    assert held
-    assert workloads.true(held, "QuotaReserved")
-    operator.start()
-    operator.wait_ready()
-    queue.wait("given back", lambda one: not workloads.true(one, "QuotaReserved"))
-    assert queue.pods() == []
 
 
 def test_labels_are_followed_as_far_as_kueues_definitions_allow(stage, gang, flavor):

@@ -14,7 +14,6 @@ import pytest
 from ddpjob_contract import crd
 from model.faults import EVENTS, SEEN, UNSEEN, Fault, play, reference, singles, story
 from model.story import World, job_body
-from model.wire import Call
 from support import tiers
 from support.invariants import Violation, check
 from support.objects import attempt, owner, status, uid_of
@@ -92,44 +91,6 @@ def test_what_only_the_operator_saw_changes_nothing(loop, some, harm):
         if fault.what == harm and (found := story(play(loop, (fault,)))) != wanted
     }
     assert differing == {}
-
-
-@pytest.mark.fault("A4")
-@pytest.mark.parametrize("left", [0, 1], ids=["labelled", "its label taken off"])
-def test_a_creation_that_arrives_after_the_next_barrier_stops_the_batch(loop, left):
-    """The first pod's call times out, another try makes it; the old one of it comes much later."""
-    world = World(loop, fate=lambda *_: None)
-    world.state.deposed = True
-    late: list[str] = []
-
-    def harm(call: Call) -> str:
-        if (call.verb, call.plural) == ("create", "pods"):
-            if not late:
-                late.append(call.name)
-                return "late"
-            if world.cluster.status("job")["attempt"] == 2 and world.wire.late:
-                world.wire.deliver_late()
-                if left:
-                    EVENTS["pod-unlabelled"](world)
-        return ""
-
-    world.wire.gate = harm
-    world.cluster.create(crd.PLURAL, job_body(replicas=6))
-    assert world.run(lambda: world.phase() == "Starting" and bool(late))
-    world.wire.late, kept = [], world.wire.late
-    assert world.run(lambda: world.phase() == "Running")
-    world.cluster.finish(world.cluster.pods()[3], 1)
-    world.wire.late = kept
-    assert world.run(lambda: world.cluster.status("job").get("attempt") == 2)
-    assert world.run(lambda: world.phase() == "Running")
-    assert not world.wire.late
-    there: set[tuple[str, int | None]] = set()
-    for write in world.cluster.history:
-        if write.plural == "pods":
-            pod = (write.obj["metadata"]["uid"], attempt(write.obj))
-            there.discard(pod)
-            there |= set() if write.kind == "DELETED" else {pod}
-            assert len({number for _, number in there}) < 2
 
 
 def test_a_job_deleted_unseen_gets_no_pod_beyond_its_last_intent(loop):

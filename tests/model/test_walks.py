@@ -5,7 +5,6 @@ a member or of the hub at one move.
 """
 
 import asyncio
-import threading
 from collections.abc import Iterable
 from random import Random
 
@@ -97,13 +96,6 @@ def test_who_saves_as_the_hub_is_lost_stops_before_a_standby_begins(loop, leaver
     assert world.run(lambda: seats[3].workers.running == 1, 200)
     assert seats[3].replica != 2 or not saving.workers.running
     assert not saving.workers.running or saving.workers.key == seats[3].workers.key
-
-
-def test_launchers_of_the_model_have_no_threads(loop):
-    """Thousands of them are made in one process."""
-    before = threading.active_count()
-    begun(loop)
-    assert threading.active_count() == before
 
 
 def _there(world: GangWorld) -> list[Launcher]:
