@@ -9,20 +9,7 @@ from typing import Any
 import pytest
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID
-from ddpjob_operator.core.actions import (
-    Action,
-    ApiFeedback,
-    ConfirmGone,
-    CreatePod,
-    DeleteJob,
-    DeletePod,
-    EnsureNetwork,
-    Event,
-    Measurement,
-    QuorumRead,
-    RemoveGroups,
-    WriteStatus,
-)
+from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects.observe import Job
 from ddpjob_operator.shell.api import (
     ApiError,
@@ -95,7 +82,7 @@ class ScriptedApi:
 
 class FakeRecorder:
     def __init__(self) -> None:
-        self.sent: list[Event] = []
+        self.sent: list[act.Event] = []
 
     def send(self, job: Job, events: Any) -> None:
         self.sent += events
@@ -117,11 +104,11 @@ class Stage:
         self.store.put_job(job(5))
         self.job = self.now
 
-    async def do(self, *actions: Action) -> None:
+    async def do(self, *actions: act.Action) -> None:
         await self.executor.carry_out(self.job, actions)
 
     @property
-    def feedback(self) -> ApiFeedback:
+    def feedback(self) -> act.ApiFeedback:
         return self.store.feedback("u1")
 
     @property
@@ -149,18 +136,18 @@ def pod(replica: int = 0, attempt: int = 2, **more: Any) -> Object:
     return stored.pod(f"p{replica}-{attempt}", replica, attempt, **more)
 
 
-def create(replica: int = 0) -> CreatePod:
-    return CreatePod(replica, 2, {"metadata": {"name": f"job-{replica}"}})
+def create(replica: int = 0) -> act.CreatePod:
+    return act.CreatePod(replica, 2, {"metadata": {"name": f"job-{replica}"}})
 
 
 def taken() -> ApiError:
     return Conflict(409, "AlreadyExists", "is there")
 
 
-WRITE = WriteStatus(
+WRITE = act.WriteStatus(
     {"phase": "Starting"},
-    (Event("Normal", "Started", "x"),),
-    (Measurement("restarts_total", 1, "User"), Measurement("rounds_total", 2, "Hang")),
+    (act.Event("Normal", "Started", "x"),),
+    (act.Measurement("restarts_total", 1, "User"), act.Measurement("rounds_total", 2, "Hang")),
 )
 LOST = Unavailable(504, "", "lost")
 
@@ -179,12 +166,12 @@ async def test_a_stored_status_is_known_at_once_and_only_then_told(stage):
 @pytest.mark.parametrize("answer", ["stored", "repeated"])
 async def test_what_was_read_before_another_operator_acted_confirms_nothing(stage, answer):
     """Also where aiohttp has repeated the write, and only the first one counts."""
-    stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
+    stage.store.set_feedback("u1", act.ApiFeedback(confirmed=act.QuorumRead(2, NOW)))
     stage.api.script = {"replace ddpjobs": [job(9, phase="Running")]}
     if answer == "repeated":
         stage.api.script["replace ddpjobs"] = [Conflict(409, "Conflict", "changed")]
         stage.api.script["get ddpjobs"] = [job(9, phase="Running")]
-    await stage.do(WriteStatus({"phase": "Running"}, takes_over=True))
+    await stage.do(act.WriteStatus({"phase": "Running"}, takes_over=True))
     assert stage.now.resource_version == "9"
     assert stage.feedback.confirmed is None
 
@@ -204,7 +191,7 @@ async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage, answer,
 
     Nothing is confirmed any more, also if the read fails, too.
     """
-    stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
+    stage.store.set_feedback("u1", act.ApiFeedback(confirmed=act.QuorumRead(2, NOW)))
     stage.api.script["replace ddpjobs"] = [answer]
     stage.api.script["get ddpjobs"] = [job(9, phase=found) if found else LOST]
     with contextlib.nullcontext() if answer.code == 409 else pytest.raises(Unavailable):
@@ -218,7 +205,7 @@ async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage, answer,
 
 async def test_nothing_is_done_without_the_lease(stage):
     stage.leading = False
-    for action in (WRITE, ConfirmGone(2), create(), DeletePod("job-0", "p", None)):
+    for action in (WRITE, act.ConfirmGone(2), create(), act.DeletePod("job-0", "p", None)):
         with pytest.raises(NotLeadingError):
             await stage.do(action)
     assert stage.api.calls == []
@@ -253,8 +240,8 @@ async def test_a_name_that_is_taken_is_a_refusal_that_tells_by_whom(
     ("code", "confirmed"), [(403, True), (422, True), (500, False), (0, False)]
 )
 async def test_after_a_creation_of_unknown_fate_a_list_comes_first(stage, code, confirmed):
-    read = QuorumRead(2, NOW)
-    stage.store.set_feedback("u1", ApiFeedback(confirmed=read))
+    read = act.QuorumRead(2, NOW)
+    stage.store.set_feedback("u1", act.ApiFeedback(confirmed=read))
     stage.api.script["create pods"] = [error_from_status(code, {"reason": "R", "message": "m"})]
     await stage.do(create())
     assert stage.feedback.confirmed == (read if confirmed else None)
@@ -297,12 +284,12 @@ async def test_the_barrier_shows_an_older_pod_or_confirms(stage):
         Listing([pod(1, attempt=2, version=21)], "30"),
     ]
     stage.api.script["get ddpjobs"] = [job(6, attempt=2, phase="Running")] * 2
-    await stage.do(ConfirmGone(2), create())
-    assert stage.feedback.confirmed == QuorumRead(2, NOW, alone=False)
+    await stage.do(act.ConfirmGone(2), create())
+    assert stage.feedback.confirmed == act.QuorumRead(2, NOW, alone=False)
     assert stage.pods == ["p0-1"]
     assert stage.api.calls == ["list pods", "get ddpjobs"], "the rest of the plan is dropped"
-    await stage.do(ConfirmGone(2))
-    assert stage.feedback.confirmed == QuorumRead(2, NOW, replicas=frozenset({1}))
+    await stage.do(act.ConfirmGone(2))
+    assert stage.feedback.confirmed == act.QuorumRead(2, NOW, replicas=frozenset({1}))
     assert stage.pods == ["p1-2"], "what the list does not show is gone"
 
 
@@ -311,20 +298,20 @@ async def test_who_stored_that_a_start_begins_knows_it_until_an_answer_is_lost(s
         return stage.feedback.confirmed is not None and stage.feedback.confirmed.begun
 
     found = job(9, phase="Starting", attempt=2)
-    stage.store.set_feedback("u1", ApiFeedback(confirmed=QuorumRead(2, NOW)))
+    stage.store.set_feedback("u1", act.ApiFeedback(confirmed=act.QuorumRead(2, NOW)))
     stage.api.script = {
         "replace ddpjobs": [found, found],
         "list pods": [Listing([], "20")] * 2,
         "get ddpjobs": [found] * 2,
         "create pods": [LOST],
     }
-    await stage.do(WriteStatus(found["status"]))
+    await stage.do(act.WriteStatus(found["status"]))
     assert not begun(), "it only reports"
-    await stage.do(WriteStatus(found["status"], begins=True), ConfirmGone(2))
+    await stage.do(act.WriteStatus(found["status"], begins=True), act.ConfirmGone(2))
     assert begun(), "a later read changes nothing of that"
     await stage.do(create())
-    await stage.do(ConfirmGone(2))
-    assert stage.feedback.confirmed == QuorumRead(2, NOW)
+    await stage.do(act.ConfirmGone(2))
+    assert stage.feedback.confirmed == act.QuorumRead(2, NOW)
 
 
 @pytest.mark.fault("N11")
@@ -334,11 +321,11 @@ async def test_a_look_by_name_shows_pods_of_ours_that_lost_their_label(stage):
     named = [pod(0, labels=labelled), pod(1), pod(2, owner="other"), over]
     stage.api.script["list pods"] = [Listing([], "20"), Listing(named, "20"), Listing([], "21")]
     stage.api.script["get ddpjobs"] = [job(6, attempt=2)] * 2
-    await stage.do(ConfirmGone(2, by_name=True))
+    await stage.do(act.ConfirmGone(2, by_name=True))
     assert stage.api.bodies[:2] == [f"{LABEL_JOB_UID}=u1", "ddpjob.dev/job-name=job"]
     assert stage.feedback.confirmed is not None
     assert [one.name for one in stage.feedback.confirmed.hidden or ()] == ["job-1"]
-    await stage.do(ConfirmGone(2))
+    await stage.do(act.ConfirmGone(2))
     assert stage.feedback.confirmed.hidden is None
 
 
@@ -349,8 +336,8 @@ async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage):
     stage.api.script["list pods"] = [Listing([pod(1), pod(2, version=15)], "20")]
     stage.api.script["get ddpjobs"] = [job(6, attempt=2, phase="Running")]
     stage.store.put_job(job(6, attempt=2, phase="Running"))
-    await stage.executor.carry_out(stage.now, [ConfirmGone(2)])
-    assert stage.feedback.confirmed == QuorumRead(
+    await stage.executor.carry_out(stage.now, [act.ConfirmGone(2)])
+    assert stage.feedback.confirmed == act.QuorumRead(
         2, NOW, running=True, seen=frozenset({0, 1}), replicas=frozenset({1, 2})
     )
 
@@ -359,17 +346,17 @@ async def test_nothing_is_confirmed_for_a_job_that_has_gone_on_meanwhile(stage):
     """A leader that was deposed without knowing it still has the old status in its cache."""
     stage.api.script["list pods"] = [Listing([], "20")] * 2
     stage.api.script["get ddpjobs"] = [job(6, attempt=3), NotFound(404, "", "")]
-    await stage.do(ConfirmGone(2), create())
+    await stage.do(act.ConfirmGone(2), create())
     assert stage.api.calls == ["list pods", "get ddpjobs"]
     assert stage.feedback.confirmed is None
     assert stage.now.status == {"attempt": 3}
     with pytest.raises(JobGoneError):
-        await stage.do(ConfirmGone(3))
+        await stage.do(act.ConfirmGone(3))
 
 
-def with_pod(stage: Stage) -> DeletePod:
+def with_pod(stage: Stage) -> act.DeletePod:
     stage.store.put_pod(pod())
-    return DeletePod("job-0", "p0-2", 2)
+    return act.DeletePod("job-0", "p0-2", 2)
 
 
 LEAVING = {"version": 11, "deletionTimestamp": "2026-01-01T00:00:00Z"}
@@ -402,17 +389,17 @@ async def test_a_job_that_somebodys_finalizer_keeps_is_deleted_once(stage):
     leaving = {"kind": "DDPJob", **job(9)}
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
     stage.api.script["delete ddpjobs"] = [leaving, {"kind": "Status", "status": "Success"}]
-    await stage.do(DeleteJob("u1"))
+    await stage.do(act.DeleteJob("u1"))
     assert stage.now.deleting, "the planner leaves it alone from now on"
     with pytest.raises(JobGoneError):
-        await stage.do(DeleteJob("u1"))
+        await stage.do(act.DeleteJob("u1"))
 
 
 async def test_a_job_that_has_changed_since_it_was_finished_is_not_deleted(stage):
     """As after a restore of etcd, which makes it a running one again."""
     stage.api.script["delete ddpjobs"] = [Conflict(409, "Conflict", "it has changed")]
     stage.api.script["get ddpjobs"] = [job(9)]
-    await stage.do(DeleteJob("u1"))
+    await stage.do(act.DeleteJob("u1"))
     assert stage.api.versions == ["5"]
     assert stage.now.resource_version == "9"
 
@@ -438,7 +425,7 @@ SERVICE = {
     "metadata": {"name": "job", "labels": {"ours": "x"}},
     "spec": {"clusterIP": "None", "ports": [{"port": 1}]},
 }
-ENSURE = EnsureNetwork(2, (SERVICE,))
+ENSURE = act.EnsureNetwork(2, (SERVICE,))
 
 
 def changed(**spec: Any) -> Object:
@@ -499,7 +486,7 @@ async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(stage, caplo
     """One that is there is the job's, by its name: the operator has no right to look."""
     secret = {"kind": "Secret", "metadata": {"name": "job-12345678"}, "type": "Opaque"}
     stage.api.script = {"create secrets": [taken() if there else {}]}
-    await stage.do(EnsureNetwork(2, (secret,)))
+    await stage.do(act.EnsureNetwork(2, (secret,)))
     assert stage.api.calls == ["create secrets"]
     drawn = stage.api.bodies[0]["stringData"]["token"]
     assert (len(bytes.fromhex(drawn)), stage.feedback.network_attempt) == (32, 2)
@@ -516,7 +503,7 @@ async def test_the_secret_is_drawn_once_and_neither_read_nor_logged(stage, caplo
 async def test_a_secret_that_is_refused_stops_the_plan(stage, refused):
     """A 409 is not always that it is there."""
     stage.api.script = {"create secrets": [refused]}
-    await stage.do(EnsureNetwork(2, ({"kind": "Secret", "metadata": {}}, SERVICE)), create())
+    await stage.do(act.EnsureNetwork(2, ({"kind": "Secret", "metadata": {}}, SERVICE)), create())
     assert stage.api.calls == ["create secrets"]
     refusal = stage.feedback.network_refusal
     assert (refusal.code, stage.feedback.network_attempt) == (refused.code, 0)
@@ -528,7 +515,7 @@ async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage):
     stage.api.slow = {"job-1"}
     stage.api.script["delete pods"] = [Unavailable(500, "", "x"), missing()]
     with pytest.raises(Unavailable):
-        await stage.do(DeletePod("job-0", "p0-2", 2), DeletePod("job-1", "p1-2", 2))
+        await stage.do(act.DeletePod("job-0", "p0-2", 2), act.DeletePod("job-1", "p1-2", 2))
     assert stage.pods == ["p0-2"]
 
 
@@ -584,7 +571,7 @@ async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage, waits):
         stage.store.put_pod(pod(), from_watch=False)
     forbidden = Forbidden(403, "Forbidden", "podgroups is forbidden")
     stage.api.script = {"get podgroups": [forbidden]}
-    await stage.do(EnsureNetwork(2, (GROUP,)))
+    await stage.do(act.EnsureNetwork(2, (GROUP,)))
     assert (stage.feedback.no_gang is None) == waits
     assert (stage.feedback.network_refusal is not None) == waits
 
@@ -593,7 +580,7 @@ async def test_groups_that_no_api_can_read_hold_up_no_job(stage):
     """As those of v1alpha2 that an upgrade to Kubernetes 1.37 has left in etcd."""
     unread = 'no kind "PodGroup" is registered for version "scheduling.k8s.io/v1alpha2"'
     stage.api.script = {"list podgroups": [Throttled(429, "TooManyRequests", unread)]}
-    await stage.do(RemoveGroups("job-u1-1", "v1beta1"))
+    await stage.do(act.RemoveGroups("job-u1-1", "v1beta1"))
     assert stage.feedback.groups_removed == "job-u1-1"
 
 
@@ -602,7 +589,7 @@ async def test_a_priority_class_that_is_missing_is_no_missing_api(stage):
     wrong = 'podgroups "job-u1-2" is forbidden: no PriorityClass with name high was found'
     refused = Forbidden(403, "Forbidden", wrong)
     stage.api.script = {"get podgroups": [missing()], "create podgroups": [refused]}
-    await stage.do(EnsureNetwork(2, (GROUP,)))
+    await stage.do(act.EnsureNetwork(2, (GROUP,)))
     assert stage.feedback.no_gang is None
     assert stage.feedback.network_refusal.message == wrong
 
@@ -617,7 +604,7 @@ async def test_a_deposed_operators_late_removal_spares_a_newer_attempts_group(st
 
     found = Listing([group(1), group(2), group(3)], "9")
     stage.api.script = {"list podgroups": [found], "delete podgroups": [{}, {}, {}]}
-    await stage.do(RemoveGroups("job-u1-2", "v1beta1"))
+    await stage.do(act.RemoveGroups("job-u1-2", "v1beta1"))
     gone = [body[1] for body in stage.api.bodies if isinstance(body, tuple)]
     assert gone == ["g1", "g2"]
 
@@ -628,6 +615,6 @@ async def test_a_group_that_cannot_be_looked_for_delays_no_later_pod(stage, wait
     if waits:
         stage.store.put_pod(pod(), from_watch=False)
     stage.api.script = {"get podgroups": [Unavailable(500, "InternalError", "etcd")]}
-    await stage.do(EnsureNetwork(2, (GROUP,)))
+    await stage.do(act.EnsureNetwork(2, (GROUP,)))
     assert stage.feedback.network_refusal is not None
     assert (stage.feedback.refused == ()) == waits
