@@ -8,7 +8,7 @@ from ddpjob_contract import ExitCode
 from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
 from ddpjob_operator.core.objects import status as st
-from support.world import World, job_object, kept_off, rendered, running
+from support.world import World, job_object, kept_off, running
 
 BROKEN = int(ExitCode.HARDWARE)
 NODES = [f"n{number}" for number in range(20)]
@@ -81,23 +81,25 @@ def test_who_suspends_and_resumes_gives_the_nodes_back():
 def test_the_templates_own_affinity_is_kept():
     wants = {"matchExpressions": [{"key": "gpu", "operator": "In", "values": ["h100"]}]}
     fields = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["z"]}]}
-    given = {
-        "podAntiAffinity": {"x": 1},
-        "nodeAffinity": {
-            "preferredDuringSchedulingIgnoredDuringExecution": [1],
-            REQUIRED: {"nodeSelectorTerms": [wants, fields, {}]},
-        },
-    }
-    template = {"spec": {"containers": [{"name": "trainer"}], "affinity": given}}
-    found = rendered("a", "b", template=template)["spec"]["affinity"]
+    rather = "preferredDuringSchedulingIgnoredDuringExecution"
+    required = {"nodeSelectorTerms": [wants, fields, {}]}
+    given = {"podAntiAffinity": {"x": 1}, "nodeAffinity": {rather: [1], REQUIRED: required}}
+    job = job_object(template={"spec": {"containers": [{"name": "trainer"}], "affinity": given}})
+    parsed = spec.parse(job["spec"])
+    pod = render.pod(observe.job(job), parsed, 1, 0, ["a", "b"], suspected=["c"])
+    found = pod["spec"]["affinity"]
+    not_these = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in "abc"]
     assert found["podAntiAffinity"] == {"x": 1}
-    assert found["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"] == [1]
-    not_these = [{"key": "metadata.name", "operator": "NotIn", "values": [n]} for n in "ab"]
-    assert found["nodeAffinity"][REQUIRED]["nodeSelectorTerms"] == [
-        {**wants, "matchFields": not_these},  # terms are alternatives
-        {"matchFields": [*fields["matchFields"], *not_these]},
-        {},  # matches nothing
-    ]
+    wish = {"weight": 100, "preference": {"matchFields": not_these[2:]}}
+    assert found["nodeAffinity"][rather] == [1, wish]
+    assert (
+        found["nodeAffinity"][REQUIRED]["nodeSelectorTerms"]
+        == [
+            {**wants, "matchFields": not_these[:2]},  # terms are alternatives
+            {"matchFields": [*fields["matchFields"], *not_these[:2]]},
+            {},  # matches nothing
+        ]
+    )
 
 
 def test_the_list_names_only_what_can_be_a_node():
@@ -131,17 +133,3 @@ def test_the_removal_of_pods_says_nothing_of_their_node():
     for _ in range(3):
         world.vanish(1).wait(400).run()
     assert rather_off(world.pods["job-1"]) == []
-
-
-def test_wishes_of_the_template_are_kept_beside_ours():
-    given = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [1]}}
-    template = {"spec": {"containers": [{"name": "trainer"}], "affinity": given}}
-    job = job_object(template=template)
-    found = render.pod(observe.job(job), spec.parse(job["spec"]), 1, 0, ["a"], suspected=["b"])
-    affinity = found["spec"]["affinity"]["nodeAffinity"]
-    wish = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["b"]}]}
-    assert affinity["preferredDuringSchedulingIgnoredDuringExecution"] == [
-        1,
-        {"weight": 100, "preference": wish},
-    ]
-    assert kept_off(found) == ["a"]

@@ -102,13 +102,6 @@ def test_rules_match_every_reason_that_kubernetes_gives(reason):
     assert world.loss["reason"] == "Evicted"
 
 
-def test_what_refuses_one_pod_is_not_asked_again_for_each_other():
-    world, asked = World(job_object(replicas=2000)), []
-    world.refuse = lambda action: asked.append(action) or refusal(403)
-    world.settle()
-    assert len(asked) <= 500
-
-
 def test_a_pod_stuck_on_a_dead_node_is_reported_while_running():
     world = running().terminate(1)
     world.pods["job-1"]["metadata"]["deletionTimestamp"] = world.now.isoformat()

@@ -422,13 +422,6 @@ def test_reports_are_held_back_but_decisions_are_not():
     assert world.status["ready"] == "1/3"
 
 
-def test_progress_is_merged_and_quiet_polls_write_nothing():
-    world = running().wait(2).poll(step=10, loss=0.5)
-    assert (world.status["progress"]["step"], world.status["progress"]["stepOfTotal"]) == (10, "10")
-    world.log.clear()
-    assert world.wait(30).poll(step=10).log == []
-
-
 def test_progress_that_is_held_back_is_stored_by_itself_later():
     """Nothing else need happen: no newer progress, and no event."""
     world = running()
