@@ -50,6 +50,12 @@ def copy(tmp_path: Path) -> Copy:
     return run
 
 
+def program(folder: Path, name: str, script: str) -> None:
+    """Its first line apart; it is found before the machine's own."""
+    (folder / name).write_text(f"#!/bin/sh\n{script}")
+    (folder / name).chmod(0o755)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     found = (one for one in folder.rglob("*") if one.is_file())
     return {str(one.relative_to(folder)): one.read_bytes() for one in found}
@@ -101,8 +107,7 @@ def test_what_is_not_there_is_said(copy, tmp_path, words, says):
 
 
 def test_weights_are_exported_there(copy, tmp_path):
-    (tmp_path / "ddpjob-trainer").write_text('#!/bin/sh\necho "of $3"; echo w > "$4"\n')
-    (tmp_path / "ddpjob-trainer").chmod(0o755)
+    program(tmp_path, "ddpjob-trainer", 'echo "of $3"; echo w > "$4"\n')
     done = copy("j", "home", "--weights", pods=(plugin.pod(0, 1),))
     assert done.returncode == 0, done.stderr
     assert f"of {tmp_path}/j\n" in done.stderr
@@ -119,8 +124,7 @@ def test_nothing_is_written_outside_of_the_folder(copy, tmp_path):
             link.type, link.linkname = tarfile.SYMTYPE, leads
             archive.addfile(link)
         archive.addfile(tarfile.TarInfo("link/through"))
-    (tmp_path / "tar").write_text('#!/bin/sh\ncat "$HERE/evil.tar"\n')
-    (tmp_path / "tar").chmod(0o755)
+    program(tmp_path, "tar", 'cat "$HERE/evil.tar"\n')
     done = copy("j", "home/er", pods=(plugin.pod(0, 1),))
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("left out: ") == 2
@@ -132,8 +136,7 @@ def test_nothing_is_written_outside_of_the_folder(copy, tmp_path):
 
 @pytest.mark.parametrize("size", [0, 700, 1600])
 def test_half_an_archive_is_no_copy(copy, tmp_path, size):
-    (tmp_path / "tar").write_text(f'#!/bin/sh\n/bin/tar "$@" | head -c {size}\n')
-    (tmp_path / "tar").chmod(0o755)
+    program(tmp_path, "tar", f'/bin/tar "$@" | head -c {size}\n')
     done = copy("j", "home", pods=(plugin.pod(0, 1),))
     assert (done.returncode, "the copy broke off" in done.stderr) == (1, True)
 
@@ -141,8 +144,7 @@ def test_half_an_archive_is_no_copy(copy, tmp_path, size):
 def test_a_broken_copy_leaves_the_earlier_one(copy, tmp_path):
     pods = (plugin.pod(0, 1),)
     assert copy("j:output/deep", "home", pods=pods).returncode == 0
-    (tmp_path / "tar").write_text('#!/bin/sh\n/bin/tar "$@" | head -c 1100\n')
-    (tmp_path / "tar").chmod(0o755)
+    program(tmp_path, "tar", '/bin/tar "$@" | head -c 1100\n')
     done = copy("j:output/deep", "home", pods=pods)
     assert (done.returncode, "the copy broke off" in done.stderr) == (1, True)
     assert files(tmp_path / "home") == {"w.bin": bytes(range(256))}
@@ -155,18 +157,16 @@ def test_a_broken_copy_leaves_the_earlier_one(copy, tmp_path):
 ])  # fmt: skip
 def test_a_file_that_grows_is_a_copy_one_that_shrinks_is_none(copy, tmp_path, says, code):
     end = "./x: file changed as we read it"
-    script = f'#!/bin/sh\n/bin/tar "$@"; printf "tar: %s\\n" "{says}" "{end}" >&2; exit 1\n'
-    (tmp_path / "tar").write_text(script)
-    (tmp_path / "tar").chmod(0o755)
+    script = f'/bin/tar "$@"; printf "tar: %s\\n" "{says}" "{end}" >&2; exit 1\n'
+    program(tmp_path, "tar", script)
     done = copy("j", "home", pods=(plugin.pod(0, 1),))
     assert (done.returncode, says in done.stderr) == (code, True)
 
 
 def test_the_reason_of_tar_is_said(copy, tmp_path):
     end = "Exiting with failure status due to previous errors"
-    script = f'#!/bin/sh\nprintf "tar: %s\\n" "./log: Input/output error" "{end}" >&2; exit 2\n'
-    (tmp_path / "tar").write_text(script)
-    (tmp_path / "tar").chmod(0o755)
+    script = f'printf "tar: %s\\n" "./log: Input/output error" "{end}" >&2; exit 2\n'
+    program(tmp_path, "tar", script)
     done = copy("j", "home", pods=(plugin.pod(0, 1),))
     assert (done.returncode, "./log: Input/output error" in done.stderr) == (1, True)
 
@@ -190,8 +190,7 @@ def test_hostile_times_and_names_are_no_crash(copy, tmp_path):
             one = tarfile.TarInfo("x")
             one.pax_headers = {"path": name, "mtime": str(time)}
             archive.addfile(one)
-    (tmp_path / "tar").write_text('#!/bin/sh\ncat "$HERE/evil.tar"\n')
-    (tmp_path / "tar").chmod(0o755)
+    program(tmp_path, "tar", 'cat "$HERE/evil.tar"\n')
     done = copy("j", "home", pods=(plugin.pod(0, 1),))
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert files(tmp_path / "home") == {"late": b""}

@@ -99,20 +99,30 @@ def test_the_list_looks_up_first_pods_on_the_hosts_network_together():
     assert calls == [("pods", "-A", "-l", f"{crd.LABEL_REPLICA}=0")]
 
 
-def test_the_list_of_snapshots_that_an_image_prints_moves_no_cursor(tmp_path, capfd, monkeypatch):
+@pytest.fixture
+def there(tmp_path, monkeypatch):
+    """Return a function: a job, its pods, and what `kubectl exec` does."""
+
+    def serve(job: Any, pods: list[Any], does: str) -> None:
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        (tmp_path / "pods.json").write_text(json.dumps({"items": pods}))
+        fake = f"""
+        case "$1 $2" in
+        "get ddpjobs.ddpjob.dev") cat $HERE/job.json ;;
+        "get pods") cat $HERE/pods.json ;;
+        "exec -n") {does} ;;
+        esac
+        """
+        for name, value in plugin.fake_kubectl(tmp_path, fake).items():
+            monkeypatch.setenv(name, value)
+
+    return serve
+
+
+def test_the_list_of_snapshots_that_an_image_prints_moves_no_cursor(there, capfd):
     found = plugin.job()
     found["spec"]["snapshot"] = {"path": "/s"}
-    (tmp_path / "job.json").write_text(json.dumps(found))
-    (tmp_path / "pods.json").write_text(json.dumps({"items": [plugin.pod(0, 1)]}))
-    fake = """
-    case "$1 $2" in
-    "get ddpjobs.ddpjob.dev") cat $HERE/job.json ;;
-    "get pods") cat $HERE/pods.json ;;
-    "exec -n") printf 'STEP\\n\\033]52;c;aGk=\\007 10\\n' ;;
-    esac
-    """
-    for name, value in plugin.fake_kubectl(tmp_path, fake).items():
-        monkeypatch.setenv(name, value)
+    there(found, [plugin.pod(0, 1)], r"printf 'STEP\n\033]52;c;aGk=\007 10\n'")
     assert cli.run(["snapshots", "j"]) == 0
     assert capfd.readouterr().out == "STEP\n?]52;c;aGk=? 10\n"
 
@@ -128,22 +138,13 @@ Thread 0x7f{1} (most recent call first):
 """
 
 
-def test_stacks_of_ranks_that_are_equal_are_shown_once(tmp_path, capfd, monkeypatch):
-    job, found = plugin.job(), [plugin.pod(n, 1) for n in range(3)]
+def test_stacks_of_ranks_that_are_equal_are_shown_once(tmp_path, capfd, there):
+    job = plugin.job()
     job["spec"]["replicas"] = 3
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    (tmp_path / "pods.json").write_text(json.dumps({"items": found}))
     (tmp_path / "j-0").write_text(STACKS.format(0, 1))
     (tmp_path / "j-2").write_text(STACKS.format(4, 5))
-    fake = """
-    case "$1 $2" in
-    "get ddpjobs.ddpjob.dev") cat $HERE/job.json ;;
-    "get pods") cat $HERE/pods.json ;;
-    "exec -n") [ "$7 $8 $9" = "-- ddpjob-trainer stacks" ] && cat $HERE/$4 ;;
-    esac
-    """
-    for name, value in plugin.fake_kubectl(tmp_path, fake).items():
-        monkeypatch.setenv(name, value)
+    does = '[ "$7 $8 $9" = "-- ddpjob-trainer stacks" ] && cat $HERE/$4'
+    there(job, [plugin.pod(n, 1) for n in range(3)], does)
     assert cli.run(["stacks", "j"]) == 0
     out, err = capfd.readouterr()
     one = '(most recent call first):\n  File "/t.py", line 9 in for'

@@ -272,13 +272,7 @@ def test_one_processs_words_are_not_put_into_anothers_mouth():
     killed = failure(pod="j-2", replica=2, rank=None, round=None, exitCode=137, signal=9,
                      reason="SIGKILL", exception=None, step=None, message="killed",
                      **{"class": "Killed"})  # fmt: skip
-    first = {
-        "rank": 1,
-        "end": "followed",
-        "exception": "PeerLostError: reset",
-        "step": 12,
-        "log": [],
-    }
+    first = {"rank": 1, "end": "followed", "exception": "PeerLostError: reset", "step": 12}
     text = page(job(failures=[killed]), (), [incident(first=first)])
     assert "PeerLostError" not in text
     assert "after step" not in rows(text)["How"]
@@ -570,23 +564,15 @@ esac
 """
 
 
+LOGS = (sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_reader_is_deleted_at_the_end_also_at_ctrl_c(tmp_path, number):
     (tmp_path / "job.json").write_text(json.dumps(job("Failed").obj))
-    words = [
-        sys.executable,
-        "-m",
-        "kubectl_ddp",
-        "logs",
-        "j",
-        "--attempt",
-        "1",
-        "--rank",
-        "0",
-        "-y",
-    ]
+    env = plugin.fake_kubectl(tmp_path, FAKE)
     with subprocess.Popen(
-        words, env=plugin.fake_kubectl(tmp_path, FAKE), stderr=subprocess.PIPE, text=True
+        [*LOGS, "--rank", "0", "-y"], env=env, stderr=subprocess.PIPE, text=True
     ) as process:
         wait_for((tmp_path / "waited").exists, "it to wait for its pod")
         os.kill(process.pid, number)
@@ -601,10 +587,8 @@ def test_who_may_not_create_pods_hears_how_to_do_it_by_hand(tmp_path):
     (tmp_path / "job.json").write_text(json.dumps(job("Failed").obj))
     refusal = 'cannot create resource "pods" in API group "" in the namespace "n"'
     fake = FAKE.replace("cat > $HERE/created.new; mv", f"echo '{refusal}' >&2; exit 1; mv")
-    words = [sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1", "--yes"]
-    done = subprocess.run(
-        words, env=plugin.fake_kubectl(tmp_path, fake), capture_output=True, text=True, check=False
-    )
+    env = plugin.fake_kubectl(tmp_path, fake)
+    done = subprocess.run([*LOGS, "-y"], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "you may not create pods in namespace n" in done.stderr
     assert (
@@ -616,8 +600,7 @@ def asked(folder: Path, body: Any, answer: str | None, *more: str) -> tuple[int 
     """Run `logs --attempt` with a terminal on which somebody answers, None: without one."""
     (folder / "job.json").write_text(json.dumps(body))
     fake = FAKE.replace('"status": {}', '"status": {"phase": "Succeeded"}')
-    words = [sys.executable, "-m", "kubectl_ddp", "logs", "j", "--attempt", "1", *more]
-    env = plugin.fake_kubectl(folder, fake)
+    words, env = [*LOGS, *more], plugin.fake_kubectl(folder, fake)
     if answer is None:
         done = subprocess.run(
             words, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
