@@ -31,7 +31,6 @@ class Stage:
     site: Site
     gangs: Sequence[Gang]
     volume: Path
-    faults: Mapping[str, Fault]
 
     @property
     def plane(self) -> Plane:
@@ -68,27 +67,25 @@ class Fault:
 SECONDS = ("rank-kill", "ranks-kill", "launcher-kill")
 
 
-def draws(
-    seed: int, gangs: int, faults: Mapping[str, Fault], seconds: Sequence[str] = SECONDS
-) -> Iterator[Draw]:
+def draws(seed: int, gangs: int) -> Iterator[Draw]:
     """Yield faults without end."""
     source = random.Random(seed)
-    kinds = list(faults)
+    kinds = list(FAULTS)
 
     def drawn(kind: str, second: Draw | None = None, wait: float = 0.0) -> Draw:
-        hold, gang = source.uniform(*faults[kind].hold), source.randrange(gangs)
+        hold, gang = source.uniform(*FAULTS[kind].hold), source.randrange(gangs)
         return Draw(kind, gang, source.randrange(12), hold, source.uniform(0, 5), second, wait)
 
     while True:
         for kind in source.sample(kinds, len(kinds)):
-            second = drawn(source.choice(seconds)) if source.random() < 0.25 else None
-            yield drawn(kind, second, source.uniform(0, faults[kind].hold[1] + 3))
+            second = drawn(source.choice(SECONDS)) if source.random() < 0.25 else None
+            yield drawn(kind, second, source.uniform(0, FAULTS[kind].hold[1] + 3))
 
 
 @contextmanager
 def broken(stage: Stage, draw: Draw) -> Iterator[None]:
     """Have the fault while this lasts."""
-    mend = stage.faults[draw.kind].breaks(stage, draw)
+    mend = FAULTS[draw.kind].breaks(stage, draw)
     try:
         yield
     finally:

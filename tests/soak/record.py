@@ -49,7 +49,6 @@ class Record:
     runs: list[Mapping[str, Any]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     writes: int = 0  # that were held against the invariants
-    counts: Mapping[str, int] = field(default_factory=dict)  # of faults and of what they caused
     gaps: int = 0  # times that the watch had to begin anew
 
 

@@ -2,7 +2,6 @@
 
     make soak-cluster \
         ARGS='--minutes 30 --seed 7 --json tests/soak/soak.json --page tests/soak/soak.md'
-    make soak-cluster ARGS='--losses --minutes 60 --json FILE': pods and launchers alone are lost
 
 Ends with 1 when a run ended in other weights, a job stood still or failed, or an invariant did not
 hold.
@@ -27,9 +26,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from devcluster import Failure
-from soak.disturbances import FAULTS, SECONDS, Draw, Stage, broken, draws
+from soak.disturbances import FAULTS, Draw, Stage, broken, draws
 from soak.gangs import CLAIM, KINDS, SLOWED, Gang
-from soak.losses import LOSING, LOSSES, MORE, Counts
 from soak.record import Hit, Record, page
 from support import site as sites
 from support.chronicle import Chronicle
@@ -52,7 +50,6 @@ class Soak:
     stage: Stage
     chronicle: Chronicle
     record: Record
-    counts: Counts = field(default_factory=Counts)
     began: float = field(default_factory=time.monotonic)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -110,7 +107,7 @@ class Soak:
 
     def disturb(self, draw: Draw) -> Hit:
         """One fault, what comes on top of it, and the wait until everybody trains on."""
-        alone = self.stage.faults[draw.kind].alone
+        alone = FAULTS[draw.kind].alone
         concerned = [self.stage.gangs[draw.gang]] if alone else list(self.stage.gangs)
         now = time.monotonic()
         target = f"{self.stage.gangs[draw.gang].name} replica {draw.replica}"
@@ -206,14 +203,12 @@ def play(soak: Soak, args: argparse.Namespace) -> None:
     soak.began = time.monotonic()
     tender = threading.Thread(target=soak.tend_all, daemon=True)
     tender.start()
-    seconds = MORE if args.losses else SECONDS
-    for draw in draws(args.seed, len(soak.stage.gangs), soak.stage.faults, seconds):
+    for draw in draws(args.seed, len(soak.stage.gangs)):
         if time.monotonic() > soak.began + 60 * args.minutes:
             break
         hit = soak.disturb(draw)
         soak.record.hits.append(hit)
         soak.check()
-        soak.record.counts = soak.counts.told(soak.record.hits)
         save(soak.record, args)
         time.sleep(draw.rest)
     soak.ended.set()
@@ -233,7 +228,6 @@ def play(soak: Soak, args: argparse.Namespace) -> None:
     soak.check()
     for what in soak.chronicle.orphans():
         soak.wrong(what)
-    soak.record.counts = soak.counts.told(soak.record.hits)
 
 
 def save(record: Record, args: argparse.Namespace) -> None:
@@ -241,15 +235,13 @@ def save(record: Record, args: argparse.Namespace) -> None:
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.page:
-        faults = LOSSES if args.losses else FAULTS
-        args.page.write_text(page(found, {name: fault.what for name, fault in faults.items()}))
+        args.page.write_text(page(found, {name: fault.what for name, fault in FAULTS.items()}))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30, help="of faults (30)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="which faults (random)")
-    parser.add_argument("--losses", action="store_true", help="lose pods and launchers alone")
     parser.add_argument("--json", type=Path, help="what was seen goes there")
     parser.add_argument("--page", type=Path, help="and there, as a page of docs/")
     return parser.parse_args()
@@ -262,24 +254,18 @@ def main() -> int:
     record = Record(args.seed, args.minutes, commit, datetime.now(UTC).date().isoformat())
     print(f"seed {args.seed}", flush=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # taking the cluster down
-    name = f"{NAME}-losses" if args.losses else NAME
-    with small_volume(256) as volume, sites.installed(name) as site:
+    with small_volume(256) as volume, sites.installed(NAME) as site:
         furnish(site, volume)
         with Chronicle(Rest(site.cluster.kubeconfig), site.namespace) as chronicle:
-            # Of operators that are killed none acts on an old view.
-            chronicle.state.deposed = not args.losses
-            kinds, faults = (LOSING, LOSSES) if args.losses else (KINDS, FAULTS)
-            gangs = [Gang(kind, site, chronicle, volume) for kind in kinds]
-            soak = Soak(Stage(site, gangs, volume, faults), chronicle, record)
-            chronicle.listeners.append(soak.counts)
+            chronicle.state.deposed = True  # one that wakes up believes to lead
+            gangs = [Gang(kind, site, chronicle, volume) for kind in KINDS]
+            soak = Soak(Stage(site, gangs, volume), chronicle, record)
             try:
                 play(soak, args)
             except Exception as error:
                 traceback.print_exc()
                 soak.wrong(f"the soak itself: {error!r}")
             save(record, args)
-    for what, count in record.counts.items():
-        print(f"{what}: {count}")
     print(f"{len(record.hits)} faults, {len(record.runs)} runs, {len(record.wrong)} wrong")
     return 1 if record.wrong else 0
 
