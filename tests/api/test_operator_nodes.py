@@ -38,10 +38,6 @@ class Machine:
         ]
         self.stage.rest.merge(f"{self.path}/status", {"status": {"conditions": conditions}})
 
-    def taint(self, key: str) -> None:
-        taints = [{"key": key, "value": "nodeshutdown", "effect": "NoExecute"}]
-        self.stage.rest.merge(self.path, {"spec": {"taints": taints}})
-
     def delete(self) -> None:
         with contextlib.suppress(RestError):
             self.stage.rest.delete(self.path)

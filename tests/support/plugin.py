@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_REPLICA
 from devcluster import binaries
+from kubectl_ddp.kubectl import Failure, Kubectl
 from support.cluster import ROOT, Cluster
 from support.patience import PATIENCE
 
@@ -89,6 +91,22 @@ def fake_kubectl(folder: Path, script: str) -> dict[str, str]:
     (folder / "kubectl").write_text(f"#!/bin/sh\n{script}\n")
     (folder / "kubectl").chmod(0o755)
     return {"PATH": f"{folder}:/bin:/usr/bin", "PYTHONPATH": PATHS, "HERE": str(folder)}
+
+
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Answers of kubectl by its first two words; a Failure is raised, what is missing is one."""
+    found: dict[str, Any] = {"calls": []}
+
+    def read(_: Kubectl, *words: str) -> str:
+        found["calls"].append(words)
+        key = "exec" if words[0] == "exec" else " ".join(words[:2])
+        answer = found.get(key, Failure(f"you may not {key}"))
+        if isinstance(answer, Failure):
+            raise answer
+        return answer if isinstance(answer, str) else json.dumps(answer)
+
+    monkeypatch.setattr(Kubectl, "read", read)
+    return found
 
 
 def job(phase: str = "Running", version: int = 1, uid: str = "u") -> dict[str, Any]:

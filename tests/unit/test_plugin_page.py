@@ -15,7 +15,6 @@ import pytest
 from kubectl_ddp import cli, page
 from kubectl_ddp.commands import life
 from kubectl_ddp.drawing import Failed, Line, Round
-from kubectl_ddp.kubectl import Failure, Kubectl
 from kubectl_ddp.page import Story
 from support import plugin
 from support.browser import browser
@@ -106,16 +105,7 @@ def test_odd_numbers_are_drawn_too():
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Of kubectl, by the first two words; what is missing may not be read."""
-    found: dict[str, Any] = {}
-
-    def read(_: Kubectl, *words: str) -> str:
-        key = "exec" if words[0] == "exec" else " ".join(words[:2])
-        if key not in found:
-            raise Failure(f"you may not {key}")
-        return json.dumps(found[key])
-
-    monkeypatch.setattr(Kubectl, "read", read)
+    found = plugin.answers(monkeypatch)
     job = plugin.job()
     job["spec"] |= {"snapshot": {"path": "/s", "volume": {}}}
     lost = {"attempt": 1, "round": 0, "replica": 1, "node": "n1", "class": "User",

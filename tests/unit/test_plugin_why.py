@@ -17,7 +17,7 @@ from kubectl_ddp import cli, cures, evidence, reader
 from kubectl_ddp.commands import why
 from kubectl_ddp.commands.events import Happening
 from kubectl_ddp.gang import Job
-from kubectl_ddp.kubectl import Failure, Kubectl
+from kubectl_ddp.kubectl import Failure
 from support import plugin
 from support.cluster import ROOT
 from support.patience import PATIENCE, wait_for
@@ -308,19 +308,7 @@ def test_every_cure_is_for_a_reason_of_the_page():
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Answers of kubectl by its first two words; a Failure is raised."""
-    answers: dict[str, Any] = {"calls": []}
-
-    def read(_: Kubectl, *words: str) -> str:
-        answers["calls"].append(words)
-        key = "exec" if words[0] == "exec" else " ".join(words[:2])
-        found = answers.get(key, Failure(f"you may not {key}"))
-        if isinstance(found, Failure):
-            raise found
-        return found if isinstance(found, str) else json.dumps(found)
-
-    monkeypatch.setattr(Kubectl, "read", read)
-    return answers
+    return plugin.answers(monkeypatch)
 
 
 def test_the_right_to_get_the_job_is_enough(cluster, capsys):
