@@ -57,7 +57,7 @@ def ensure(names: Iterable[str], log: Log) -> dict[str, Path]:
         found = {name: home / name for name in kube}
     for name in wanted:
         if name in MODULES:
-            found[name] = _find_module(name) or _build_module(name, log) / name
+            found[name] = _installed([name]).get(name) or _build_module(name, log) / name
     others = _other_servers()
     return {name: others.get(name, path) for name, path in found.items()}
 
@@ -144,10 +144,6 @@ def _installed(names: list[str]) -> dict[str, Path]:
         else:
             return {}
     return found
-
-
-def _find_module(name: str) -> Path | None:
-    return _installed([name]).get(name)
 
 
 def _go() -> tuple[str, str]:

@@ -56,17 +56,17 @@ def locked(path: Path, log: Log) -> Iterator[None]:
         yield
 
 
-def ensure_dir(final: Path, make: Callable[[Path], None], log: Log) -> bool:
+def ensure_dir(final: Path, make: Callable[[Path], None], log: Log) -> None:
     """Make directory ``final`` with ``make(temporary directory)`` unless it is there.
 
-    Returns whether it was made now. The temporary directory lies beside ``final``, hence on
-    the same filesystem; what an earlier, interrupted run left there is removed first.
+    The temporary directory lies beside ``final``, hence on the same filesystem; what an earlier,
+    interrupted run left there is removed first.
     """
     if final.is_dir():
-        return False
+        return
     with locked(final.parent / f"{final.name}.lock", log):
         if final.is_dir():
-            return False
+            return
         for left_over in final.parent.glob(f".{final.name}.*"):
             shutil.rmtree(left_over, ignore_errors=True)
         aside = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
@@ -77,7 +77,13 @@ def ensure_dir(final: Path, make: Callable[[Path], None], log: Log) -> bool:
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             raise
-    return True
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file whole or not at all."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(text)
+    aside.rename(path)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from devcluster import Failure, process
-from devcluster.cachedir import LOCKS, Log, digest, locked
+from devcluster.cachedir import LOCKS, Log, digest, locked, write_whole
 from devcluster.layout import MAX_NODES, Layout, Node, check_name, free_index
 from devcluster.node import network
 from devcluster.process import Identity, Register
@@ -63,9 +63,7 @@ class Cluster:
         state.mkdir(parents=True, exist_ok=True)
         record = {"name": self.layout.name, "index": self.layout.index}
         record |= {"nodes": self.nodes, "kwok": self.kwok, "gang_scheduling": self.gang_scheduling}
-        aside = state / f".cluster.{os.getpid()}"
-        aside.write_text(json.dumps(record))
-        aside.rename(state / "cluster.json")
+        write_whole(state / "cluster.json", json.dumps(record))
 
     def changed(self, wanted: Wanted) -> Cluster:
         """Return the cluster as asked for; its nodes never become fewer."""

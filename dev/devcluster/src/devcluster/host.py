@@ -105,8 +105,9 @@ def ensure_packages(wanted: Mapping[str, str], log: Log) -> None:
         with timed(f"installing Debian packages: {' '.join(missing)}", log):
             said = _apt_get("update") + _apt_get("install", "--no-install-recommends", *missing)
         left = missing_packages(wanted)
-        if no_containerd and "containerd" in missing and "containerd" not in left:
-            _silence_containerd()
+        installed = no_containerd and "containerd" in missing and "containerd" not in left
+        if installed and _SYSTEMD.is_dir():  # the host's own: the nodes run theirs
+            output(["systemctl", "disable", "--now", "containerd"])
     if left:
         raise Failure(
             f"could not install {' '.join(left)}: {' | '.join(said) or 'apt-get failed'};"
@@ -123,12 +124,6 @@ def _apt_get(verb: str, *words: str) -> list[str]:
     )  # fmt: skip
     lines = [line for line in done.stderr.splitlines() if line.startswith(("E:", "W:"))]
     return [f"apt-get {verb}: {lines[-1]}"] if lines else []
-
-
-def _silence_containerd() -> None:
-    """Stop the host's own containerd that came with the package: the nodes run theirs."""
-    if _SYSTEMD.is_dir():
-        output(["systemctl", "disable", "--now", "containerd"])
 
 
 def require_space(directory: Path, gibibytes: int, what: str, variable: str) -> None:

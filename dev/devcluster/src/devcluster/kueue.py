@@ -116,18 +116,14 @@ def _make(program: Path, image: str, log: Log) -> Path:
 
 
 def _wait_for_webhooks(api: Api) -> None:
-    """Wait until the API server gets an answer of Kueue's webhooks."""
+    """Wait until the API server, with an answer of Kueue's webhooks, would accept a flavour."""
+    flavors = "/apis/kueue.x-k8s.io/v1beta2/resourceflavors?dryRun=All"
     deadline = time.monotonic() + PATIENCE
-    while (refused := _refusal(api)) is not None:
-        if time.monotonic() > deadline:
-            raise Failure(f"Kueue's webhooks do not answer: {refused}")
+    while True:
+        try:
+            api.request("POST", flavors, _FLAVOR)
+            return
+        except (OSError, http.client.HTTPException, ApiError) as error:
+            if time.monotonic() > deadline:
+                raise Failure(f"Kueue's webhooks do not answer: {error}") from error
         time.sleep(0.2)
-
-
-def _refusal(api: Api) -> str | None:
-    """Return the words in which a flavour is refused; None when it would be accepted."""
-    try:
-        api.request("POST", "/apis/kueue.x-k8s.io/v1beta2/resourceflavors?dryRun=All", _FLAVOR)
-    except (OSError, http.client.HTTPException, ApiError) as error:
-        return str(error)
-    return None

@@ -44,13 +44,8 @@ class Node:
         """Return containerd's socket; on a shared filesystem, so the host reaches it as well."""
         return self.home / "containerd.sock"
 
-    @property
-    def containerd_root(self) -> Path:
-        """Return the directory of containerd's images and snapshots."""
-        return self.home / "containerd"
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Layout:
     """One cluster's names, addresses and paths."""
 
@@ -58,74 +53,23 @@ class Layout:
     index: int
     state: Path
 
-    @property
-    def bridge(self) -> str:
-        """Return the bridge that joins the nodes and the host."""
-        return f"dc{self.index}"
-
-    @property
-    def alias(self) -> str:
-        """Return the alias of the bridge, and of each node's link, which names their owner."""
-        return f"devcluster {self.state}"
-
-    @property
-    def gateway(self) -> str:
-        """Return the host's address on the bridge, for API server and DNS."""
-        return f"10.89.{self.index}.1"
-
-    @property
-    def loopback(self) -> str:
-        """Return the cluster's own loopback address, for servers that no pod may reach."""
-        return f"127.89.{self.index}.1"
-
-    @property
-    def node_network(self) -> str:
-        """Return the bridge's subnet."""
-        return f"10.89.{self.index}.0/24"
-
-    @property
-    def pod_network(self) -> str:
-        """Return the subnet that holds every node's pod subnet."""
-        return f"10.{128 + self.index}.0.0/16"
-
-    @property
-    def server(self) -> str:
-        """Return the API server's URL."""
-        return f"https://{self.gateway}:6443"
-
-    @property
-    def etcd(self) -> str:
-        """Return the URL of etcd, which has no TLS and listens on loopback only."""
-        return f"http://{self.loopback}:2379"
-
-    @property
-    def cgroup(self) -> str:
-        """Return the cgroup, in every hierarchy, of all containers of this cluster.
-
-        Named after the state directory, as two homes may have the same name and, after a reboot,
-        the same index.
-        """
-        return f"devcluster-{self.name}-{digest(str(self.state))[:8]}"
-
-    @property
-    def logs(self) -> Path:
-        """Return the directory of the components' log files."""
-        return self.state / "log"
-
-    @property
-    def pki(self) -> Path:
-        """Return the directory of keys and certificates."""
-        return self.state / "pki"
-
-    @property
-    def kubeconfig(self) -> Path:
-        """Return the path of the administrator's kubeconfig."""
-        return self.state / "admin.kubeconfig"
-
-    @property
-    def volumes(self) -> Path:
-        """Return the directory of the PersistentVolumes of class `shared`."""
-        return self.state / "volumes"
+    def __post_init__(self) -> None:
+        index, state = self.index, self.state
+        self.bridge = f"dc{index}"  # joins the nodes and the host
+        self.alias = f"devcluster {state}"  # of the bridge and of each node's link: their owner
+        self.gateway = f"10.89.{index}.1"  # the host's address on the bridge: API server and DNS
+        self.loopback = f"127.89.{index}.1"  # for servers that no pod may reach
+        self.node_network = f"10.89.{index}.0/24"  # the bridge's
+        self.pod_network = f"10.{128 + index}.0.0/16"  # holds every node's
+        self.server = f"https://{self.gateway}:6443"
+        self.etcd = f"http://{self.loopback}:2379"  # it has no TLS
+        # Of all containers, in every hierarchy. After the state directory, as two homes may have
+        # the same name and, after a reboot, the same index.
+        self.cgroup = f"devcluster-{self.name}-{digest(str(state))[:8]}"
+        self.logs = state / "log"
+        self.pki = state / "pki"
+        self.kubeconfig = state / "admin.kubeconfig"
+        self.volumes = state / "volumes"  # the PersistentVolumes of class `shared`
 
     def node(self, number: int) -> Node:
         """Return node ``number``, 1 to MAX_NODES."""

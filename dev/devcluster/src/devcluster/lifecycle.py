@@ -7,7 +7,6 @@ repaired.
 
 from __future__ import annotations
 
-import http.client
 import json
 import sys
 import time
@@ -62,28 +61,24 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
         render.ensure_node_certificates(layout, node)
     this.ensure_process("etcd", [programs["etcd"], *render.etcd(layout)])
     wait(this, "etcd", lambda: _answers(f"{layout.etcd}/health"))  # else kube-apiserver gives up
-    served, gates = _gang_scheduling(this, programs)
-    server: list[str | Path] = [
-        programs["kube-apiserver"],
-        *render.apiserver(layout),
-        *served,
-        *gates,
-    ]
-    this.ensure_process("apiserver", server)
+    served, gates = (
+        render.gang_scheduling(binaries.minor_of(programs["kube-apiserver"]))
+        if this.gang_scheduling
+        else ([], [])
+    )
+    server = programs["kube-apiserver"]
+    this.ensure_process("apiserver", [server, *render.apiserver(layout), *served, *gates])
     keep = [path.resolve().parent for path in programs.values()]
     for node in this.members:  # while the API server starts
         machine.power_on(this, node, keep)
         machine.ensure_containerd(this, node, log)
     api = connect(layout)
-    wait(this, "apiserver", api.is_ready)
-    manager: list[str | Path] = [
-        programs["kube-controller-manager"],
-        *render.controller_manager(layout, this.nodes),
-        *gates,
-    ]
-    this.ensure_process("controller-manager", manager)
-    scheduler: list[str | Path] = [programs["kube-scheduler"], *render.scheduler(layout), *gates]
-    this.ensure_process("scheduler", scheduler)
+    wait(this, "apiserver", lambda: api.find("/readyz") == "ok")
+    manager = programs["kube-controller-manager"]
+    words = [*render.controller_manager(layout, this.nodes), *gates]
+    this.ensure_process("controller-manager", [manager, *words])
+    scheduler = programs["kube-scheduler"]
+    this.ensure_process("scheduler", [scheduler, *render.scheduler(layout), *gates])
     since = {node.name: ensure_services(this, node, programs) for node in this.members}
     if this.members:
         _start_shared_services(this, api, programs)
@@ -93,18 +88,13 @@ def _start(this: Cluster, programs: dict[str, Path], log: Log) -> None:
     elif (fake := this.register.running("kwok")) is not None:
         _ensure_fake_nodes(api, 0)
         process.end([fake])
-    wait(this, "controller-manager", lambda: _exists(api, "serviceaccounts/default"))
-    wait(this, "controller-manager", lambda: _exists(api, "configmaps/kube-root-ca.crt"))
+    for made in ("serviceaccounts/default", "configmaps/kube-root-ca.crt"):
+        found = partial(api.find, f"/api/v1/namespaces/default/{made}")
+        wait(this, "controller-manager", found)
     for node in this.members:
         wait(this, f"{node.name}-kubelet", partial(node_is_ready, api, node, since[node.name]))
     if this.members:
         wait(this, "coredns", lambda: _answers(f"http://{layout.loopback}:8181/ready"))
-
-
-def _gang_scheduling(this: Cluster, programs: dict[str, Path]) -> tuple[list[str], list[str]]:
-    if not this.gang_scheduling:
-        return [], []
-    return render.gang_scheduling(binaries.minor_of(programs["kube-apiserver"]))
 
 
 def ensure_services(this: Cluster, node: Node, programs: dict[str, Path]) -> float:
@@ -125,7 +115,7 @@ def _start_shared_services(this: Cluster, api: Api, programs: dict[str, Path]) -
     this.ensure_process("volumes", [*python, "devcluster.node.volumes", *arguments])
 
 
-def wait(this: Cluster, component: str, done: Callable[[], bool]) -> None:
+def wait(this: Cluster, component: str, done: Callable[[], object]) -> None:
     """Wait for a condition; fail at once when the component that brings it about has died."""
     deadline = time.monotonic() + PATIENCE
     while not done():
@@ -137,21 +127,9 @@ def wait(this: Cluster, component: str, done: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def _exists(api: Api, path: str) -> bool:
-    try:
-        api.get(f"/api/v1/namespaces/default/{path}")
-    except (OSError, HTTPException, ApiError):
-        return False
-    return True
-
-
-def node_is_ready(api: Api, node: Node, since: float = 0.0) -> bool:
+def node_is_ready(api: Api, node: Node, since: float) -> bool:
     """Tell whether a node reported Ready since then, without the taint of a lost node."""
-    try:
-        found = api.get(f"/api/v1/nodes/{node.name}")
-    except (OSError, HTTPException, ApiError):
-        return False
-    return is_ready(found, since)
+    return is_ready(api.find(f"/api/v1/nodes/{node.name}") or {}, since)
 
 
 def is_ready(node: dict[str, Any], since: float = 0.0) -> bool:
@@ -262,7 +240,7 @@ def state_of(this: Cluster) -> dict[str, Any]:
         api = connect(this.layout)
         version = api.get("/version")["gitVersion"]
         listed = {node["metadata"]["name"]: node for node in api.get("/api/v1/nodes")["items"]}
-    except (OSError, ApiError, http.client.HTTPException, Failure):
+    except (OSError, ApiError, HTTPException, Failure):
         version, listed = None, {}
     nodes = {}
     for node in this.members:

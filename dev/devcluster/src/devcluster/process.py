@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from devcluster.cachedir import write_whole
+
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -122,9 +124,7 @@ class Register:
     def write(self, name: str, identity: Identity) -> None:
         """Store a record, whole or not at all."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        aside = self.directory / f".{name}.{os.getpid()}"
-        aside.write_text(json.dumps(asdict(identity)))
-        aside.rename(self.directory / f"{name}.json")
+        write_whole(self.directory / f"{name}.json", json.dumps(asdict(identity)))
 
     def names(self) -> list[str]:
         """Return the names of all records."""
@@ -140,9 +140,11 @@ class Register:
         (self.directory / f"{name}.json").unlink(missing_ok=True)
 
 
-def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> int:
+def start(argv: Sequence[str], log: Path, environment: Mapping[str, str]) -> int:
     """Start a process in a new session on the host, output appended to ``log``."""
     log.parent.mkdir(parents=True, exist_ok=True)
+    # Not all of the caller's: a proxy set there would come between the components.
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
     with log.open("ab") as output:
         process = subprocess.Popen(
             list(argv),
@@ -150,18 +152,13 @@ def start(argv: Sequence[str], log: Path, environment: Mapping[str, str] | None 
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd="/",
-            # Not all of the caller's: a proxy set there would come between the components.
-            env={**_kept(), **(environment or {})},
+            env={**kept, **environment},
             start_new_session=True,
         )
     return process.pid
 
 
-def _kept() -> dict[str, str]:
-    return {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
-
-
-def last_lines(log: Path, count: int = 3) -> str:
+def last_lines(log: Path) -> str:
     """Return the last lines of a log, on one line, for an error message."""
     try:
         with log.open("rb") as handle:
@@ -169,4 +166,4 @@ def last_lines(log: Path, count: int = 3) -> str:
             lines = handle.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return "(no log)"
-    return " | ".join(line.strip() for line in lines[-count:] if line.strip()) or "(empty log)"
+    return " | ".join(line.strip() for line in lines[-3:] if line.strip()) or "(empty log)"

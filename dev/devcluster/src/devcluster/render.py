@@ -129,7 +129,7 @@ def corefile(layout: Layout) -> str:
 def containerd(node: Node) -> str:
     """Return containerd.toml; its state is in the node's /run, which dies with the node."""
     return f"""version = 2
-root = "{node.containerd_root}"
+root = "{node.home}/containerd"
 state = "/run/containerd"
 disabled_plugins = [
   "io.containerd.snapshotter.v1.aufs",

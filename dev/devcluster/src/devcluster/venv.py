@@ -22,7 +22,7 @@ import platform
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from devcluster import Failure, host
@@ -84,12 +84,11 @@ def uv_environment(
     settings: Mapping[str, str], environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return the variables that make uv reach the index as pip does; none already set."""
-    found: dict[str, str] = {}
-    for name, variable in _SETTINGS.items():
-        value = settings.get(name, "")
-        if value and variable not in environ:
-            found[variable] = value
-    return found
+    return {
+        variable: settings[name]
+        for name, variable in _SETTINGS.items()
+        if settings.get(name) and variable not in environ
+    }
 
 
 def pip_environment(settings: Mapping[str, str]) -> dict[str, str]:
@@ -141,28 +140,12 @@ def ensure_uv(requirements: Path, log: Log) -> Path:
 
 def ensure_environment(requirements: Path, log: Log, names: Sequence[str] = ("dev",)) -> Path:
     """Make the environment of lock files unless it is there, and return its directory."""
+    # The locks are whole, and what _OVERRIDES overrules is not asked for again.
+    words = ["--require-hashes", "--compile-bytecode", "--no-deps"]
+    words += [f"--requirement={lock}" for lock in _lock_files(requirements, names)]
     home = environment_dir(requirements, names)
-    if home.is_dir():
-        return home
-    uv = ensure_uv(requirements, log)
-    variables = uv_variables(uv)
-    what, torch = "the virtual environment", ""
-    if "dev" in names:
-        torch = " (about 5 GB: torch carries the CUDA libraries)"
-        host.require_space(home.parent, _NEEDED_GIBIBYTES, what, "DDPJOB_CACHE")
-
-    def make(aside: Path) -> None:
-        create = [str(uv / "bin/uv"), "venv", "--quiet", "--clear", "--relocatable"]
-        install = [str(uv / "bin/uv"), "pip", "install", "--require-hashes", "--compile-bytecode"]
-        # The locks are whole, and what _OVERRIDES overrules is not asked for again.
-        install += ["--no-deps", _WHEELS, "--python", str(aside / "bin/python")]
-        with timed(f"making {what}{torch}", log):
-            _run([*create, "--python", sys.executable, str(aside)], variables)
-            locks = [f"--requirement={lock}" for lock in _lock_files(requirements, names)]
-            _run([*install, *locks], variables)
-
-    ensure_dir(home, make, log)
-    return home
+    what = "the virtual environment"
+    return _ensure(home, requirements, what, log, lambda _: words, large="dev" in names)
 
 
 def ensure_other_torch(requirements: Path, version: str, log: Log) -> Path:
@@ -172,25 +155,39 @@ def ensure_other_torch(requirements: Path, version: str, log: Log) -> Path:
     """
     lock = (requirements / "dev.txt").read_text()
     key = digest(_FORMAT, lock.encode(), version, sys.version, sys.base_prefix, platform.machine())
-    home = cache_root() / f"venv-torch-{version}-{key}"
-    if home.is_dir():
-        return home
-    uv = ensure_uv(requirements, log)
-    variables = uv_variables(uv)
-    host.require_space(home.parent, _NEEDED_GIBIBYTES, f"torch {version}", "DDPJOB_CACHE")
     pins = [line.rstrip(" \\") for line in lock.splitlines() if "==" in line and line[0] != " "]
     kept = [pin for pin in pins if not pin.startswith(_COME_WITH_TORCH)]
 
+    def words(aside: Path) -> list[str]:
+        constraints, override = aside / "constraints.txt", aside / "override.txt"
+        constraints.write_text("\n".join(kept))
+        override.write_text(f"torch=={version}")
+        given = ["--constraint", str(constraints), "--override", str(override)]
+        return [*given, "--requirement", str(requirements / "dev.in")]
+
+    home = cache_root() / f"venv-torch-{version}-{key}"
+    return _ensure(home, requirements, f"an environment with torch {version}", log, words)
+
+
+def _ensure(
+    home: Path, requirements: Path, what: str, log: Log, words: Callable[[Path], list[str]],
+    *, large: bool = True,
+) -> Path:  # fmt: skip
+    """Make an environment unless it is there, with what `uv pip install` of ``words`` brings."""
+    if home.is_dir():
+        return home
+    uv_home = ensure_uv(requirements, log)
+    uv, variables = str(uv_home / "bin/uv"), uv_variables(uv_home)
+    if large:
+        host.require_space(home.parent, _NEEDED_GIBIBYTES, what, "DDPJOB_CACHE")
+        what += " (about 5 GB: torch carries the CUDA libraries)"
+
     def make(aside: Path) -> None:
-        with timed(f"making an environment with torch {version} (about 5 GB)", log):
-            create = [str(uv / "bin/uv"), "venv", "--quiet", "--clear", "--relocatable"]
-            _run([*create, "--python", sys.executable, str(aside)], variables)
-            (aside / "constraints.txt").write_text("\n".join(kept))
-            (aside / "override.txt").write_text(f"torch=={version}")
-            install = [str(uv / "bin/uv"), "pip", "install", "--python", str(aside / "bin/python")]
-            install += [_WHEELS, "--constraint", str(aside / "constraints.txt")]
-            install += ["--override", str(aside / "override.txt")]
-            _run([*install, "--requirement", str(requirements / "dev.in")], variables)
+        create = [uv, "venv", "--quiet", "--clear", "--relocatable", "--python", sys.executable]
+        install = [uv, "pip", "install", _WHEELS, "--python", str(aside / "bin/python")]
+        with timed(f"making {what}", log):
+            _run([*create, str(aside)], variables)
+            _run([*install, *words(aside)], variables)
 
     ensure_dir(home, make, log)
     return home

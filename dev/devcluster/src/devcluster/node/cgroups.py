@@ -109,20 +109,11 @@ def holds(name: str, pid: int) -> bool:
 
 
 def _kill_all(top: Path) -> None:
-    for pid in _pids(top):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _pids(top: Path) -> list[int]:
-    """Return the processes of a cgroup and of all below it."""
-    found: list[int] = []
+    """Kill the processes of a cgroup and of all below it."""
     for directory, _, _ in os.walk(top):
-        try:
-            found += map(int, (Path(directory) / "cgroup.procs").read_text().split())
-        except OSError:
-            continue  # it is being removed
-    return found
+        with contextlib.suppress(OSError):  # it is being removed, or a process has just ended
+            for pid in (Path(directory) / "cgroup.procs").read_text().split():
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def _remove_tree(top: Path) -> bool:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from devcluster import PATIENCE, Failure, host, process, render
+from devcluster import PATIENCE, Failure, process, render
 from devcluster.cachedir import Log, digest
 from devcluster.cluster import MARK, Cluster
 from devcluster.layout import Node
 from devcluster.node import cgroups, network
 from devcluster.oci import ociarchive
+from devcluster.oci.imagestore import Containerd
 from devcluster.process import Identity
 
 _SCRIPT = Path(__file__).with_name("nodespace.py")
@@ -37,22 +38,12 @@ def _script(cluster: Cluster, node: Node, verb: str, config: Mapping[str, object
     except subprocess.TimeoutExpired as error:
         done.kill()
         raise Failure(f"{why}: no answer within {PATIENCE:.0f} s") from error
-    pid = said_pid(said, ready=verb == "init")
-    if done.returncode != 0 or pid is None:
+    words = said.split()  # two processes say the pid and `ready`, in whichever order
+    pid = next((int(word) for word in words if word.isdigit()), None)
+    if done.returncode != 0 or pid is None or (verb == "init" and "ready" not in words):
         lines = complaint.strip().splitlines()
         raise Failure(f"{why}: {lines[-1] if lines else 'it ended without a word'}")
     return pid
-
-
-def said_pid(said: str, ready: bool) -> int | None:
-    """Return the pid that nodespace.py said, with ``ready`` only if that was said as well.
-
-    Two processes say the two, in whichever order.
-    """
-    words = said.split()
-    if ready and "ready" not in words:
-        return None
-    return next((int(word) for word in words if word.isdigit()), None)
 
 
 def init_name(node: Node) -> str:
@@ -131,8 +122,9 @@ def ensure_containerd(cluster: Cluster, node: Node, log: Log) -> None:
         node.containerd_socket.unlink(missing_ok=True)
     if ensure_component(cluster, node, "containerd", argv, text):
         wait_for_socket(cluster, node)
-        if not has_image(node.containerd_socket, render.PAUSE_IMAGE):
-            load_archive(node.containerd_socket, ociarchive.busybox(log))
+        containerd = Containerd(node.containerd_socket)
+        if containerd.image_digest(render.PAUSE_IMAGE) is None:
+            containerd.ctr("images", "import", ociarchive.busybox(log))
 
 
 def wait_for_socket(cluster: Cluster, node: Node) -> None:
@@ -153,17 +145,6 @@ def _answers(path: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def has_image(path: Path, image: str) -> bool:
-    """Tell whether a containerd has an image of that name."""
-    listed = host.run(["ctr", "-a", path, "-n", "k8s.io", "images", "ls", "-q", f"name=={image}"])
-    return bool(listed.strip())
-
-
-def load_archive(path: Path, archive: Path) -> None:
-    """Import an OCI archive into a containerd."""
-    host.run(["ctr", "-a", path, "-n", "k8s.io", "images", "import", archive], timeout=600)
 
 
 def ensure_kubelet(cluster: Cluster, node: Node, program: Path) -> bool:

@@ -79,7 +79,8 @@ def furnish(config: dict[str, Any]) -> None:
     for where, kind, options in config["hierarchies"]:
         check(libc.umount2(where.encode(), MNT_DETACH), f"umount {where}")
         mount("cgroup", where, kind, options=options)
-    kept = {path: os.open(path, os.O_PATH) for path in config["keep"] if covers(path)}
+    covered = tuple(f"{directory}/" for directory in COVERED)
+    kept = {path: os.open(path, os.O_PATH) for path in config["keep"] if path.startswith(covered)}
     for directory in COVERED:
         mount("tmpfs", directory, "tmpfs", options="mode=755")
     for path, handle in kept.items():
@@ -91,11 +92,6 @@ def furnish(config: dict[str, Any]) -> None:
     os.makedirs("/run/kernel")  # noqa: PTH103
     for name in SETTINGS:
         imitate(f"/proc/sys/{name}", f"/run/kernel/{name.replace('/', '.')}")
-
-
-def covers(path: str) -> bool:
-    """Tell whether one of the node's own directories hides ``path`` of the host."""
-    return any(path.startswith(f"{directory}/") for directory in COVERED)
 
 
 def imitate(setting: str, copy: str) -> None:

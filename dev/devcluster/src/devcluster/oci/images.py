@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from devcluster import Failure, host, venv
-from devcluster.cachedir import Log, cache_root, digest, locked, timed
+from devcluster.cachedir import Log, cache_root, digest, locked, timed, write_whole
 from devcluster.oci import baseimage
 from devcluster.oci.imagestore import (
     BuiltImage,
@@ -70,7 +70,7 @@ def name_in_store(target: str, key: str) -> str:
     return f"localhost/ddpjob/{target}:{key}"
 
 
-def build(target: str, log: Log, checkout: Path = CHECKOUT) -> BuiltImage:
+def build(target: str, log: Log) -> BuiltImage:
     """Build the image of a target unless it is built already."""
     if target not in TARGETS:
         raise Failure(f"image {target}: must be one of {', '.join(TARGETS)}")
@@ -78,14 +78,14 @@ def build(target: str, log: Log, checkout: Path = CHECKOUT) -> BuiltImage:
     store = Store()
     with locked(store.lock, log):
         while True:
-            key = image_key(target, checkout)
+            key = image_key(target)
             known = _recorded(store, target, key)
             if known is not None:
                 return known
-            built = _make(store, target, key, checkout, log)
+            built = _make(store, target, key, log)
             # Somebody may have saved a file meanwhile; then nobody knows what the build saw.
-            if image_key(target, checkout) == key:
-                _record(store, target, key, built)
+            if image_key(target) == key:
+                write_whole(store.home / f"{target}-{key}.json", built.to_json())
                 _forget_old(store, target)
                 return built
             log("the sources changed meanwhile: building again")
@@ -145,12 +145,11 @@ def configure(subparsers: Any) -> None:
     )
 
 
-def command(arguments: argparse.Namespace, log: Log) -> int:
+def command(arguments: argparse.Namespace, log: Log) -> None:
     """Carry out `image build`; print name and digest of each image."""
     for target in arguments.targets or TARGETS:
         built = build(target, log)
         print(f"{reference(target)} {built.digest}")
-    return 0
 
 
 def _target_of(image: str) -> str:
@@ -180,13 +179,9 @@ def _files(checkout: Path, inputs: Sequence[str]) -> Iterator[Path]:
             raise Failure(f"{path} is missing: images are built from a whole checkout")
 
 
-def _record_path(store: Store, target: str, key: str) -> Path:
-    return store.home / f"{target}-{key}.json"
-
-
 def _recorded(store: Store, target: str, key: str) -> BuiltImage | None:
     """Return what an earlier build of this key gave, if the store still has it."""
-    record = _record_path(store, target, key)
+    record = store.home / f"{target}-{key}.json"
     if not record.exists():
         return None
     known = BuiltImage.from_json(record.read_text())
@@ -194,13 +189,6 @@ def _recorded(store: Store, target: str, key: str) -> BuiltImage | None:
         return None
     record.touch()  # the least recently used are forgotten first
     return known
-
-
-def _record(store: Store, target: str, key: str, image: BuiltImage) -> None:
-    record = _record_path(store, target, key)
-    aside = record.with_suffix(f".{os.getpid()}")
-    aside.write_text(image.to_json())
-    aside.rename(record)
 
 
 def _forget_old(store: Store, target: str) -> None:
@@ -215,7 +203,7 @@ def _forget_old(store: Store, target: str) -> None:
             store.buildah(["rmi", name], f"removing the old image {name}")
 
 
-def _make(store: Store, target: str, key: str, checkout: Path, log: Log) -> BuiltImage:
+def _make(store: Store, target: str, key: str, log: Log) -> BuiltImage:
     """Build an image, its base too if need be; call with the store's lock held."""
     host.ensure_packages(baseimage.HOST_PACKAGES, log)
     host.require_space(store.home, _NEEDED_GIBIBYTES, "building images", "DDPJOB_CACHE")
@@ -223,11 +211,11 @@ def _make(store: Store, target: str, key: str, checkout: Path, log: Log) -> Buil
     base = baseimage.ensure(store, log)
     name = name_in_store(target, key)
     with timed(f"building image {target}", log):
-        _build(store, target, name, base, checkout, log)
+        _build(store, target, name, base, log)
     return store.read(name)
 
 
-def _build(store: Store, target: str, name: str, base: str, checkout: Path, log: Log) -> None:
+def _build(store: Store, target: str, name: str, base: str, log: Log) -> None:
     installer_cache = cache_root() / "uv"
     installer_cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ddpjob-secrets-") as secrets:
@@ -237,7 +225,7 @@ def _build(store: Store, target: str, name: str, base: str, checkout: Path, log:
         command += ["--pull-never"] if base.startswith("localhost/") else []
         command += ["--volume", f"{installer_cache}:{_CACHE_IN_BUILD}"]
         command += _index_secrets(Path(secrets))
-        store.buildah([*command, str(checkout)], f"building image {target}", step_shower(log))
+        store.buildah([*command, str(CHECKOUT)], f"building image {target}", step_shower(log))
 
 
 def _index_secrets(directory: Path) -> list[str]:

@@ -11,11 +11,9 @@ copied.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import re
 import subprocess
-import tarfile
 import tempfile
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from typing import Any
 
 from devcluster import Failure, host
 from devcluster.cachedir import Log, cache_root, locked
+from devcluster.oci import ociarchive
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +66,10 @@ class BuiltImage:
 
 
 class Store:
-    """The buildah store below a directory."""
+    """The buildah store in our cache."""
 
-    def __init__(self, home: Path | None = None) -> None:
-        self.home = home or cache_root() / "images"
+    def __init__(self) -> None:
+        self.home = cache_root() / "images"
         self.lock = self.home / "store.lock"
         self._root = self.home / "store"
 
@@ -165,9 +164,6 @@ def step_shower(log: Log) -> Callable[[str], None]:
     return show
 
 
-_MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
-
-
 @dataclass(frozen=True, slots=True)
 class Containerd:
     """One node's containerd, in the namespace that the kubelet uses."""
@@ -193,11 +189,11 @@ class Containerd:
         return {line.split()[0] for line in lines if line.strip()}
 
 
-def load_image(node: Containerd, name: str, image: BuiltImage, log: Log) -> bool:
-    """Give a node the image under that name; return whether it lacked it."""
+def load_image(node: Containerd, name: str, image: BuiltImage, log: Log) -> None:
+    """Give a node the image under that name, unless it is there."""
     with locked(node.socket.with_suffix(".load.lock"), log):
         if node.image_digest(name) == image.digest:
-            return False
+            return
         present = node.snapshots()
         chain = ""
         for layer in image.layers:
@@ -205,10 +201,11 @@ def load_image(node: Containerd, name: str, image: BuiltImage, log: Log) -> bool
             if chain not in present:
                 _make_snapshot(node, layer, parent, chain, present)
         with tempfile.NamedTemporaryFile(suffix=".tar") as archive:
-            archive.write(metadata_archive(name, image))
+            manifest, config = image.manifest.encode(), image.config.encode()
+            # The layers are there already.
+            archive.write(ociarchive.archive(name, manifest, config))
             archive.flush()
             node.ctr("images", "import", archive.name)
-    return True
 
 
 def load_archive(node: Containerd, archive: Path, log: Log) -> None:
@@ -222,30 +219,6 @@ def chain_id(parent: str, diff_id: str) -> str:
     if not parent:
         return diff_id
     return f"sha256:{hashlib.sha256(f'{parent} {diff_id}'.encode()).hexdigest()}"
-
-
-def metadata_archive(name: str, image: BuiltImage) -> bytes:
-    """Return an OCI archive of manifest and config only; the layers are there already."""
-    manifest, config = image.manifest.encode(), image.config.encode()
-    entry = {
-        "mediaType": _MANIFEST_TYPE,
-        "digest": image.digest,
-        "size": len(manifest),
-        "annotations": {"io.containerd.image.name": name},
-    }
-    files = {
-        "oci-layout": json.dumps({"imageLayoutVersion": "1.0.0"}).encode(),
-        "index.json": json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode(),
-        f"blobs/sha256/{hashlib.sha256(manifest).hexdigest()}": manifest,
-        f"blobs/sha256/{hashlib.sha256(config).hexdigest()}": config,
-    }
-    whole = io.BytesIO()
-    with tarfile.open(fileobj=whole, mode="w") as archive:
-        for path, content in files.items():
-            about = tarfile.TarInfo(path)
-            about.size = len(content)
-            archive.addfile(about, io.BytesIO(content))
-    return whole.getvalue()
 
 
 def _make_snapshot(
@@ -268,9 +241,8 @@ def _make_snapshot(
 
 def upper_directory(mount_command: str) -> Path:
     """Return the directory to fill, from the mount command of a prepared snapshot."""
-    upper = re.search(r"upperdir=([^,\s]+)", mount_command)
-    bound = re.match(r"mount -t bind (\S+) ", mount_command)
-    found = upper or bound
+    found = re.search(r"upperdir=([^,\s]+)", mount_command)
+    found = found or re.match(r"mount -t bind (\S+) ", mount_command)
     if found is None:
         raise Failure(f"containerd's overlayfs snapshotter is needed, not: {mount_command.strip()}")
     return Path(found[1])

@@ -46,14 +46,18 @@ def pack(name: str, layer: bytes, config: Mapping[str, Any]) -> bytes:
             "layers": [_descriptor(f"{_OCI}.layer.v1.tar", layer)],
         }
     )
+    return archive(name, manifest, about, layer)
+
+
+def archive(name: str, manifest: bytes, *blobs: bytes) -> bytes:
+    """Return an OCI archive of a manifest and of those that it names, so far as they are given."""
     entry = _descriptor(f"{_OCI}.manifest.v1+json", manifest)
     entry["annotations"] = {"io.containerd.image.name": name}
     files = {
         "oci-layout": _json({"imageLayoutVersion": "1.0.0"}),
         "index.json": _json({"schemaVersion": 2, "manifests": [entry]}),
     }
-    for blob in (layer, about, manifest):
-        files[f"blobs/{_digest(blob).replace(':', '/')}"] = blob
+    files |= {f"blobs/{_digest(blob).replace(':', '/')}": blob for blob in (manifest, *blobs)}
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for path, data in files.items():
