@@ -43,24 +43,11 @@ def claim_bridge(layout: Layout) -> bool:
         found = _link(layout.bridge)
         if found is None:
             raise Failure(f"cannot make bridge {layout.bridge}: does this kernel have bridges?")
-        if found.get("ifalias") != layout.alias and not _is_abandoned(found):
+        if found.get("ifalias") != layout.alias:
             return False
     host.run(["ip", "link", "set", layout.bridge, "alias", layout.alias, "up"])
     host.run(["ip", "addr", "replace", f"{layout.gateway}/24", "dev", layout.bridge])
     return True
-
-
-def _is_abandoned(link: dict[str, Any]) -> bool:
-    """Tell whether a bridge's maker died before it put its name on it.
-
-    The maker holds the lock on indices until the name is there; the address comes later.
-    """
-    name = link["ifname"]
-    if link.get("ifalias") or not host.output(["ip", "link", "show", "type", "bridge", name]):
-        return False
-    ports = json.loads(host.output(["ip", "-j", "link", "show", "master", name]) or "[]")
-    shown = json.loads(host.output(["ip", "-j", "addr", "show", "dev", name]) or "[]")
-    return not any(ports) and not any(one.get("addr_info") for one in shown)
 
 
 def bridge_is_up(layout: Layout) -> bool:
