@@ -23,6 +23,8 @@ from devcluster.process import Identity, Register
 #: In the environment of every process of a cluster; its value is the cluster's state directory.
 MARK = "DEVCLUSTER_STATE"
 _HOME = Path("/var/lib/devcluster")
+#: One command at a time takes an index, over all homes.
+_INDICES = LOCKS / "index.lock"
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ def obtain(name: str, wanted: Wanted, log: Log) -> Cluster:
         raise Failure(f"--nodes {wanted.nodes}: give 0 (control plane only) to {MAX_NODES}")
     found = load(name)
     if found is not None:
-        with _indices(log):
+        with locked(_INDICES, log):
             claimed = network.claim_bridge(found.layout)
         if not claimed:
             raise Failure(
@@ -165,15 +167,8 @@ def obtain(name: str, wanted: Wanted, log: Log) -> Cluster:
     return cluster
 
 
-@contextmanager
-def _indices(log: Log) -> Iterator[None]:
-    """Let one command at a time take an index, over all homes."""
-    with locked(LOCKS / "index.lock", log):
-        yield
-
-
 def _allocate(name: str, wanted: Wanted, log: Log) -> Cluster:
-    with _indices(log):
+    with locked(_INDICES, log):
         taken = {other.layout.index for one in names() if (other := load(one)) is not None}
         while True:
             index = free_index(taken, network.routes())

@@ -85,17 +85,13 @@ def end(
 
 def _signal(identity: Identity, number: signal.Signals) -> None:
     """Signal through a pidfd, which stays bound to the process that was checked."""
-    try:
+    with suppress(ProcessLookupError):
         handle = os.pidfd_open(identity.pid)
-    except ProcessLookupError:
-        return
-    try:
-        if is_alive(identity):
-            signal.pidfd_send_signal(handle, number)
-    except ProcessLookupError:
-        pass
-    finally:
-        os.close(handle)
+        try:
+            if is_alive(identity):
+                signal.pidfd_send_signal(handle, number)
+        finally:
+            os.close(handle)
 
 
 def _wait_gone(identities: list[Identity], seconds: float) -> list[Identity]:
