@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -21,18 +21,6 @@ LEFT_OUT = (
 )
 
 
-class _Work(Protocol):
-    """Updates, which imports this module."""
-
-    exchange: Any  # StepExchange
-
-    def backward(
-        self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
-    ) -> None: ...
-    def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None: ...
-    def commit(self, step: Step) -> None: ...
-
-
 @dataclass(slots=True)
 class Step:
     """Hold one step of the loop: run.steps() yields it, step.commit() ends it.
@@ -43,7 +31,7 @@ class Step:
     ``epoch`` counts from 0 too. Of a stream it is this process's own.
     """
 
-    work: _Work
+    work: Any  # Updates, which imports this module
     index: int
     parts: Sequence[Part]
     batches: Iterator[Any]
@@ -137,10 +125,7 @@ class Step:
         return min(self.consumed, newest)
 
     def check_forward(self) -> None:
-        """Refuse to go on from a batch without forward: its random numbers are over.
-
-        Raises ConfigError, unless the batch has had its backward and the step was committed since.
-        """
+        """Raise ConfigError for a batch that has had no forward: its random numbers are over."""
         if self.consumed < self.received:
             raise ConfigError(
                 "level='elastic': the loop went on in step.batches before the forward of the batch"
