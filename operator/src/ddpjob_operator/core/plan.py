@@ -26,7 +26,7 @@ from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Job, Pod
 from ddpjob_operator.core.objects.status import Status
-from ddpjob_operator.core.report import conditions, stalls
+from ddpjob_operator.core.report import conditions
 from ddpjob_operator.core.view import View, build_view
 
 _WANTED: Final = ("Pending", "Starting", "Running", "Restarting")
@@ -105,7 +105,7 @@ def _decide(view: View) -> Change:
     # Only a round without another decision says why nothing moves.
     if change.status.phase == status.phase:
         why = replacement.with_deadline(seats, view.now, _stalls(view, change.status))
-        change = stalls.stall(view, change, why)
+        change = conditions.stall(view, change, why)
     return change
 
 
@@ -123,7 +123,7 @@ def _stalls(view: View, status: Status) -> Iterator[Stall]:
     yield from kueue.stalls(view)
     yield from cause.stalls(view)
     yield from pod_group.stalls(view.spec, view.status, view.feedback)
-    yield from stalls.of_pods(view)
+    yield from conditions.of_pods(view)
     yield from refusals.stalls(view)
     yield from verdict.crash_loop(view, status)
     yield from operators.stalls(view.status, view.clock)
@@ -166,7 +166,7 @@ def _stop(view: View, change: Change) -> Change | None:
         return start.hold(view, change, words)
     if view.status.phase == "Suspended":
         change = template_guard.suspended(view, change)
-        return stalls.stall(view, change, barrier.undeleted(view))
+        return conditions.stall(view, change, barrier.undeleted(view))
     return start.suspend(view, change)
 
 

@@ -193,9 +193,9 @@ def of_program(status: Status) -> list[Failure]:
 
 def heal(view: View, change: Change) -> Change:
     """Give back the charges once there is a reason to; else change nothing."""
-    if not _spent(change.status.restarts):
-        return change
     old, stored, reported = change.status.restarts, view.status.progress, view.reported
+    if not (old.charged or old.disruptions):
+        return change
     # Store the first values reported: a job that had reported without one began with none.
     if not old.snapshot_step and stored.step is None:
         old = replace(old, snapshot_step=reported.snapshot_step)
@@ -224,7 +224,3 @@ def _reason(view: View, status: Status) -> str | None:
     since = max(timings.running_at, timings.last_round_at or timings.running_at)
     healed = view.clock.reached(since + timedelta(seconds=seconds))
     return f"{seconds} s without a failure" if healed else None
-
-
-def _spent(restarts: Restarts) -> bool:
-    return restarts.charged > 0 or restarts.disruptions > 0

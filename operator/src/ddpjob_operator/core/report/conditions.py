@@ -1,32 +1,43 @@
-"""Fill the status besides decisions, and decide when it is stored.
+"""Fill the status besides decisions, say why a wanted gang does not run, decide when it is stored.
 
-plan() calls fill() last in each planning round, then write(): decisions are stored at once, reports
-now and then.
+plan() calls stall() in rounds without another decision: any stall has a condition with a reason
+from a closed list; silence is a defect. It calls fill() last in each planning round, then write():
+decisions are stored at once, reports now and then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Any, Final, get_args
 
+from ddpjob_contract import exits
 from ddpjob_contract.crd import TERMINAL_PHASES
 from ddpjob_operator.core import actions, evidence, operators
 from ddpjob_operator.core.actions import Plan
-from ddpjob_operator.core.capacity import template_guard
-from ddpjob_operator.core.change import Change
-from ddpjob_operator.core.failure_text import describe, shorten
-from ddpjob_operator.core.gang import finish
+from ddpjob_operator.core.capacity import pod_group, refusals, template_guard
+from ddpjob_operator.core.change import Change, Clock, Stall
+from ddpjob_operator.core.failure_text import (
+    after_step,
+    describe,
+    initializing,
+    replicas,
+    shorten,
+)
+from ddpjob_operator.core.gang import barrier, finish
 from ddpjob_operator.core.loss import verdict
+from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Pod, clean
+from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Progress, Status
 from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.report import ledger
-from ddpjob_operator.core.view import View, recovers_from
+from ddpjob_operator.core.seats import Seats
+from ddpjob_operator.core.view import PATIENCE, View, recovers_from
 
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
@@ -34,6 +45,12 @@ REPORT_INTERVAL: Final = timedelta(seconds=2)
 PROGRESS_INTERVAL: Final = timedelta(seconds=60)
 #: Characters of the message that is a column of `kubectl get`.
 _BRIEF: Final = 80
+#: A claim may be bound, or a node join, moments after the first scheduling attempt.
+SCHEDULING_PATIENCE = timedelta(seconds=5)
+INIT_PENDING: Final = "InitContainerPending"
+#: Characters of a list of replicas.
+_LISTED: Final = 400
+_KNOWN: Final = get_args(st.Known)
 #: The only phase in which each of these conditions is true.
 _PHASE_OF: Final = {
     "Running": "Running",
@@ -47,6 +64,96 @@ _PHASE_OF: Final = {
 _BY_FAILURE: Final = (
     "PermanentFailure", "SameFailure", "MaxRestartsExceeded", "MaxDisruptionsExceeded",
 )  # fmt: skip
+
+
+def stall(view: View, change: Change, why: Iterator[Stall]) -> Change:
+    """Set or clear Stalled, by the first reason, while a wanted gang does not run."""
+    old, said = view.status.condition("Stalled"), view.status.stalled
+    found = next(why, None)
+    if found is None:
+        # Kept over the waits and first moments of retries, or it would flap with each.
+        phase, stalled = change.status.phase, old and old.status == "True"
+        if not stalled or phase == "Pending" or (phase != "Running" and view.fresh()):
+            return change
+        return change.condition("Stalled", False, "Progressing", "", view.now)
+    more = _KNOWN.index(found.known) > _KNOWN.index(said.known)
+    news = more or (found.until is None) != (said.until is None)
+    news = news and view.feedback.pruned is None  # an older CRD drops what was known
+    if old and old.status == "True" and old.reason == found.reason and not news:
+        return change  # the same trouble in other words
+    return change.stall(found, view.now)
+
+
+def of_pods(view: View) -> Iterator[Stall]:
+    """List the reasons that hold up this attempt, the most telling first."""
+    yield from refusals.of_attempt(view)
+    yield from view.fence.stalls(view.seats.pods)
+    yield from barrier.undeleted(view)
+    yield from _older(view)
+    # One that has to stand by keeps nobody waiting.
+    whole, members = view.spec.standby > 0 and view.seats.all_running, view.seats.members.values()
+    pods = [pod for pod in members if evidence.running(pod) or not whole]
+    for pod in pods:
+        if pod.waiting_reason:
+            said = pod.waiting_message
+            yield Stall(pod.waiting_reason, f"pod {pod.name}: {said}", brief=said)
+    for pod in pod_group.in_order(pods):
+        if pod.unschedulable and not pod.node and not view.fresh(SCHEDULING_PATIENCE):
+            yield refusals.no_room(pod, avoid.words(view.status) + pod_group.words(view))
+    for pod in pods:
+        started = evidence.running(pod) or pod.trainer.state == "terminated"
+        if started or not pod.node or view.fresh():
+            continue
+        if pod_group.just_placed(view.status, view.clock, PATIENCE):
+            continue
+        where = f"pod {pod.name} on {pod.node}"
+        if pod.awaits:
+            yield Stall(INIT_PENDING, f"{initializing(pod.awaits)}, in {where}")
+        # Events outlive the pod, which the end of the wait removes.
+        hint = f"kubectl get events -n {pod.namespace}"
+        hint += f" --field-selector involvedObject.name={pod.name}"
+        yield Stall("ContainerCreating", f"{where} does not start: {hint}")
+    for pod in pods:
+        # Two clocks: good for a message, never for a decision.
+        unseen = not pod.node and not pod.unschedulable and pod.phase == "Pending"
+        if unseen and pod.created_at and view.clock.reached(pod.created_at + PATIENCE):
+            yield refusals.no_room(pod)
+    yield from _unresolved(view.status)
+    yield from _lingering(view.seats, view.clock)
+
+
+def _unresolved(status: Status) -> Iterator[Stall]:
+    """Report rounds whose processes do not find one another, until one of them progresses."""
+    last, reported = status.last_failure, status.progress.updated_at
+    if last is None or not last.in_place or last.attempt != status.hub:
+        return
+    quiet = reported is None or reported <= last.detected_at
+    if last.reason == exits.UNRESOLVED_NAMES and quiet:
+        what = f"processes were restarted in place and do not find one another: {last.message}"
+        yield Stall(exits.UNRESOLVED_NAMES, what)
+
+
+def _lingering(seats: Seats, clock: Clock) -> Iterator[Stall]:
+    if clock.reached(seats.lingering_at):
+        # With thousands of replicas each list must leave room for the other.
+        done = seats.succeeded
+        left = frozenset(range(seats.spec.replicas)) - done
+        which = clean(format_ranges(left), _LISTED)
+        have, others_have = ("has" if len(some) == 1 else "have" for some in (done, left))
+        after = after_step(done, seats.members)
+        what = f"{replicas(done, _LISTED)} {have} succeeded{after}"
+        yield Stall("WaitingForReplicas", f"{what}, and {which} {others_have} not ended")
+
+
+def _older(view: View) -> Iterator[Stall]:
+    """Report old pods that hold up this attempt."""
+    for pod in view.seats.others:
+        if not view.fresh():
+            where = f"pod {pod.name} of attempt {pod.attempt} on {pod.node or 'no node'}"
+            yield Stall("WaitingForDeletion", f"{where} is still being deleted")
+    if pod_group.removals(view) and not view.fresh():
+        what = f"PodGroup {view.status.pod_group} of an earlier attempt cannot be removed"
+        yield Stall("WaitingForDeletion", f"{what}: see the operator's log")
 
 
 def fill(view: View, change: Change) -> Change:
@@ -72,7 +179,7 @@ def fill(view: View, change: Change) -> Change:
         parts |= {"replicas": counts, "succeeded": seats.succeeded}
     else:
         parts |= {"replicas": st.Replicas(desired=view.spec.replicas)}
-    change = _apart(view, _silent(view, change))
+    change = _remarks(view, change)
     reason, message = _why(view.status, change)
     parts |= {"reason": reason, "message": message}
     change = change.with_status(**parts)
@@ -179,38 +286,26 @@ def _straggling(view: View, change: Change) -> Change:
     return change.event("Warning", reason, what) if news else change
 
 
-def _silent(view: View, change: Change) -> Change:
-    """Report that no rank prints anything, nor tells the library of progress."""
-    polled = view.feedback.progress
+def _remarks(view: View, change: Change) -> Change:
+    """Report of a gang that runs that nobody prints or progresses, or that it is no gang."""
+    polled, since = view.feedback.progress, view.status.timings.running_at
     if change.status.phase != "Running" or polled is None:
         return change
-    if not (polled.silent and _of_now(view, polled)):
-        return change.condition("Silent", False, "Progressing", "", view.now)
-    what = f"no rank has printed a line, or made a step, for {polled.silent // 60} min"
-    old = change.status.condition("Silent")
-    change = change.condition("Silent", True, "NoOutput", what, view.now)
-    news = old is None or old.status == "False"
-    return change.event("Warning", "NoOutput", what) if news else change
-
-
-def _of_now(view: View, polled: Progress) -> bool:
-    """Tell whether a poll is of the gang that runs."""
-    at, since = polled.updated_at, view.status.timings.running_at
-    return at is not None and since is not None and at >= since
-
-
-def _apart(view: View, change: Change) -> Change:
-    """Report replicas that have no connection with one another."""
-    polled = view.feedback.progress
-    if change.status.phase != "Running" or polled is None:
-        return change
-    if not finish.never_met(view.spec, polled) or not _of_now(view, polled):
-        return change.condition("Apart", False, "Progressing", "", view.now)
-    old = change.status.condition("Apart")
-    news = old is None or old.status == "False"
-    what = finish.apart(view.spec, "train")
-    change = change.condition("Apart", True, "NotConnected", what, view.now)
-    return change.event("Warning", "NotConnected", what) if news else change
+    of_this_gang = bool(polled.updated_at and since and polled.updated_at >= since)
+    silent = f"no rank has printed a line, or made a step, for {polled.silent // 60} min"
+    apart = finish.apart(view.spec, "train")
+    for type_, seen, reason, what in (
+        ("Silent", polled.silent > 0, "NoOutput", silent),
+        ("Apart", finish.never_met(view.spec, polled), "NotConnected", apart),
+    ):
+        if not (seen and of_this_gang):
+            change = change.condition(type_, False, "Progressing", "", view.now)
+            continue
+        old = change.status.condition(type_)
+        change = change.condition(type_, True, reason, what, view.now)
+        if old is None or old.status == "False":
+            change = change.event("Warning", reason, what)
+    return change
 
 
 def _unsupported(spec: Spec, nodes: Nodes | None, change: Change, now: datetime) -> Change:
