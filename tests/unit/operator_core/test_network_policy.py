@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import ownership, render
+from ddpjob_operator.core import render
 from ddpjob_operator.core.objects import observe, spec
 from support.network import NAMESPACE, Pod, reaches
 from support.world import job_object
@@ -68,8 +68,8 @@ def test_what_is_added_to_whom_it_selects_or_lets_in_is_taken_out(kind, change):
     ours = next(made for made in wanted if made["kind"] == kind)
     there: dict[str, Any] = copy.deepcopy({**ours, "status": {}})
     there["spec"]["ipFamilies"] = ["IPv4"]
-    assert ownership.repaired(there, ours) is None
+    assert render.repaired(there, ours) is None
     change(there["spec"])
-    mended = ownership.repaired(there, ours)
+    mended = render.repaired(there, ours)
     assert mended
     assert mended["spec"] == {**ours["spec"], "ipFamilies": ["IPv4"]}

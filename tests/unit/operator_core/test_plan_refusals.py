@@ -10,6 +10,7 @@ import pytest
 
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.capacity import refusals
+from ddpjob_operator.core.objects import observe
 from ddpjob_operator.shell.api import ApiError
 from support.world import START, World, job_object, refusal, running, started
 
@@ -75,7 +76,7 @@ def test_other_words_begin_a_new_row_and_other_figures_do_not():
 
 def test_a_quota_and_a_taken_name_hold_up_no_other_pod():
     denied = act.Refusal(1, 403, "Forbidden", DENIED, START)
-    taken = act.Existing("Pod", "job-0", "u2", 1, deleting=False)
+    taken = observe.Existing("Pod", "job-0", "u2", 1, deleting=False)
     of_one = replace(denied, message="exceeded quota: q"), replace(denied, existing=taken)
     known = act.ApiFeedback(refused=(denied, *of_one))
     assert refusals.row(known) == refusals.Row(denied, 1)

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final, Literal
 
 from ddpjob_operator.core.objects.ledger import LauncherAccount
-from ddpjob_operator.core.objects.observe import Rounds
+from ddpjob_operator.core.objects.observe import Existing, Rounds
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.objects.workload import Condition, Placement, Workload
 
@@ -221,21 +221,6 @@ class Refusal:
     def pattern(self) -> str:
         """Return code and message without figures."""
         return f"{self.code} {_FIGURES.sub('#', self.message)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Existing:
-    """The object that already has the name of one to be created, and its owner."""
-
-    kind: str
-    name: str
-    owner_uid: str | None
-    attempt: int | None
-    deleting: bool
-    owner: str = ""  # kind and name of its controller, "DDPJob digits"
-    uid: str = ""
-    node: str = ""
-    deletion_at: datetime | None = None  # when its grace period is over
 
 
 @dataclass(frozen=True, slots=True)

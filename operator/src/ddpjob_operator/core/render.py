@@ -12,10 +12,11 @@ from typing import Any, Final
 
 from ddpjob_contract import OUTPUT, POD_UID, RESERVED_ENV, TOKEN, TOKEN_KEY, crd, exits
 from ddpjob_contract.environment import Member, Snapshots
+from ddpjob_operator.core.actions import Event
 from ddpjob_operator.core.objects import compact_spec, ports
 from ddpjob_operator.core.objects import workload as workloads
 from ddpjob_operator.core.objects.json_read import integer, mapping, sequence
-from ddpjob_operator.core.objects.observe import Job
+from ddpjob_operator.core.objects.observe import Job, clean
 from ddpjob_operator.core.objects.spec import Restart, Spec
 from ddpjob_operator.core.objects.workload import Placement
 
@@ -31,6 +32,8 @@ WHOLE_GROUP: Final[Mapping[str, Any]] = {
     "v1beta1": {"all": {}},  # Kubernetes 1.37
     "v1alpha2": "PodGroup",  # 1.36
 }
+#: Fields where an addition changes the meaning, as another label of a selector does.
+_WHOLE: Final = ("selector", "podSelector", "ingress")
 _NODE_TAINTS: Final = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
@@ -48,6 +51,37 @@ def network(
     if spec.network_policy:
         bodies.append(_network_policy(job, spec, metrics_from))
     return tuple(bodies)
+
+
+def repaired(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the object as it should be written; None if nothing differs.
+
+    Additions of others stay: the API server's defaults, labels of other tools.
+    """
+    parts = {"labels": wanted["metadata"]["labels"]}
+    body = {**found, "metadata": _with(found["metadata"], parts)}
+    body["spec"] = _with(found.get("spec"), wanted["spec"])
+    return None if body == found else body
+
+
+def _with(found: Any, wanted: Any) -> Any:
+    if isinstance(wanted, Mapping) and isinstance(found, Mapping):
+        repaired = {
+            key: value if key in _WHOLE else _with(found.get(key), value)
+            for key, value in wanted.items()
+        }
+        return {**found, **repaired}
+    if isinstance(wanted, list) and isinstance(found, list) and len(found) == len(wanted):
+        return [_with(old, new) for old, new in zip(found, wanted, strict=True)]
+    return wanted
+
+
+def repair_event(what: str, trouble: str = "") -> Event:
+    """Say that such an object was put right, or why it could not be."""
+    if trouble:
+        message = f"{what} has been changed and cannot be put right: {trouble}"
+        return Event("Warning", "NetworkNotRepaired", clean(message))
+    return Event("Normal", "NetworkRepaired", f"{what} had been changed")
 
 
 def pod(

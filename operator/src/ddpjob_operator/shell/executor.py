@@ -16,10 +16,11 @@ from itertools import groupby
 from typing import Any
 
 from ddpjob_contract import TOKEN_KEY, crd
-from ddpjob_operator.core import actions, ownership
-from ddpjob_operator.core.actions import Body, CreatePod, DeletePod, Existing, Refusal, WriteStatus
+from ddpjob_operator.core import actions, render
+from ddpjob_operator.core.actions import Body, CreatePod, DeletePod, Refusal, WriteStatus
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects import status as status_
+from ddpjob_operator.core.objects.observe import Existing
 from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell import nodes, scheduling
 from ddpjob_operator.shell.api import (
@@ -283,7 +284,7 @@ class Executor:
         hidden = None
         if action.by_name:  # finds pods that lost the label of its uid
             named = f"{crd.LABEL_JOB_NAME}={job.name}"
-            keep = partial(ownership.hidden, job_uid=job.uid)
+            keep = partial(observe.hidden, job_uid=job.uid)
             found = await self._api.list_all(PODS, job.namespace, named, keep=keep)
             hidden = tuple(filter(None, found.items))
         # After the pods: a leader that began a newer attempt since then shows here.
@@ -325,7 +326,7 @@ class Executor:
                 async with doubt:
                     name = action.body["metadata"]["name"]
                     found = await find(self._api, PODS, job.namespace, name)
-                existing = ownership.existing("Pod", found) if found else None
+                existing = observe.existing("Pod", found) if found else None
                 if existing and found and existing.owner_uid == job.uid:
                     self._store.put_pod(found, from_watch=False)
                     # Without our label no watch shows it: it counts as gone and keeps the name.
@@ -394,7 +395,7 @@ class Executor:
                 return self._refusal(job, attempt, error)
             self._record_no_group(job, attempt, observe.clean(error.message))
             return None
-        existing = ownership.existing(body["kind"], found)
+        existing = observe.existing(body["kind"], found)
         # Its protection keeps one that another client deletes as long as it has pods.
         going = existing.deleting and not self._store.pods_of(job.uid)
         if existing.owner_uid != job.uid or going:
@@ -432,7 +433,7 @@ class Executor:
             if error.code != 409:
                 return self._refusal(job, attempt, error)
             found = await find(self._api, resource, job.namespace, name)
-        existing = ownership.existing(kind, found) if found else None
+        existing = observe.existing(kind, found) if found else None
         if found and existing and existing.owner_uid == job.uid and not existing.deleting:
             await self._repair(job, found, body)
             return None
@@ -440,14 +441,14 @@ class Executor:
 
     async def _repair(self, job: observe.Job, found: Object, body: Body) -> None:
         """Undo changes of other clients: one write, and no other before the next attempt."""
-        if (repaired := ownership.repaired(found, body)) is None:
+        if (repaired := render.repaired(found, body)) is None:
             return
         kind, name, trouble = body["kind"], body["metadata"]["name"], ""
         try:
             await self._api.replace(OF_KIND[kind], job.namespace, name, repaired)
         except ApiError as error:  # it may do as it is: no reason to hold up the gang
             trouble = str(error)
-        self._recorder.send(job, [ownership.repair_event(f"{kind} {name}", trouble)])
+        self._recorder.send(job, [render.repair_event(f"{kind} {name}", trouble)])
 
     def _refusal(
         self, job: observe.Job, attempt: int, error: ApiError, existing: Existing | None = None

@@ -16,8 +16,8 @@ from datetime import datetime
 from typing import Any, Final
 
 from ddpjob_contract import crd
-from ddpjob_operator.core import actions, ownership
-from ddpjob_operator.core.objects import workload
+from ddpjob_operator.core import actions
+from ddpjob_operator.core.objects import observe, workload
 from ddpjob_operator.core.objects.json_read import mapping
 from ddpjob_operator.core.objects.observe import KUEUE, Job
 from ddpjob_operator.core.objects.workload import Placement
@@ -64,7 +64,7 @@ async def remove_groups(api: Api, job: Job, action: actions.RemoveGroups) -> Non
     resource = Resource(GROUP_API, action.version, PODGROUPS)
     try:
         listing = await api.list_all(resource, job.namespace, f"{crd.LABEL_JOB_UID}={job.uid}")
-        for found in (ownership.existing("PodGroup", one) for one in listing.items):
+        for found in (observe.existing("PodGroup", one) for one in listing.items):
             newer = newest.isdecimal() and (found.attempt or 0) > int(newest)
             if found.owner_uid == job.uid and not (found.deleting or newer):
                 # Gone meanwhile, or another of that name: the next look shows which.
@@ -107,7 +107,7 @@ _POD_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses")
 
 async def ensure_workload(
     api: Api, store: Store, job: Job, action: actions.EnsureWorkload
-) -> tuple[ApiError, actions.Existing | None] | None:
+) -> tuple[ApiError, observe.Existing | None] | None:
     """Create the Workload; return the refusal, if any."""
     name, wanted = action.body["metadata"]["name"], action.body["spec"]
     try:
@@ -119,7 +119,7 @@ async def ensure_workload(
         if error.reason != "AlreadyExists":
             return error, None
         written = await api.get(WORKLOADS, job.namespace, name)
-        existing = ownership.existing("Workload", written)
+        existing = observe.existing("Workload", written)
         if existing.owner_uid != job.uid or existing.deleting:
             return error, existing
     store.workloads.put(written)

@@ -164,6 +164,21 @@ class Pod:
 
 
 @dataclass(frozen=True, slots=True)
+class Existing:
+    """The object that already has the name of one to be created, and its owner."""
+
+    kind: str
+    name: str
+    owner_uid: str | None
+    attempt: int | None
+    deleting: bool
+    owner: str = ""  # kind and name of its controller, "DDPJob digits"
+    uid: str = ""
+    node: str = ""
+    deletion_at: datetime | None = None  # when its grace period is over
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """One DDPJob as it was last seen; ``spec``, packed, and ``status`` are raw objects."""
 
@@ -249,6 +264,35 @@ def pod(obj: Mapping[str, Any]) -> Pod:
         init=init,
         awaits=_awaited_init(status, sidecars),
     )
+
+
+def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
+    """Describe the object that already has the name."""
+    meta = obj["metadata"]
+    owners = meta.get("ownerReferences") or ()
+    owner: Mapping[str, Any] = next((o for o in owners if o.get("controller")), {})
+    return Existing(
+        kind=kind,
+        name=meta["name"],
+        owner_uid=owner.get("uid"),
+        attempt=_number(mapping(meta.get("labels")).get(crd.LABEL_ATTEMPT)),
+        deleting="deletionTimestamp" in meta,
+        owner=f"{owner.get('kind')} {owner.get('name')}" if owner else "",
+        uid=str(meta.get("uid") or ""),
+        node=str((obj.get("spec") or {}).get("nodeName") or ""),
+        deletion_at=parse_time(meta.get("deletionTimestamp")),
+    )
+
+
+def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
+    """Describe a pod of that job which lost its label, hidden from watches.
+
+    None for any other pod, and for one that has ended.
+    """
+    found, labels = existing("Pod", pod), pod["metadata"].get("labels") or {}
+    ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+    seen = labels.get(crd.LABEL_JOB_UID) == job_uid
+    return None if ended or seen or found.owner_uid != job_uid else found
 
 
 def progress(raw: object, now: datetime) -> Progress | None:
