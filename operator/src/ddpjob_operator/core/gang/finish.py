@@ -17,9 +17,8 @@ from ddpjob_operator.core.objects.observe import Pod, Report
 from ddpjob_operator.core.objects.ranges import counted, every
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Progress
-from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.seats import Seats
-from ddpjob_operator.core.view import View
+from ddpjob_operator.core.view import View, began_from, received
 
 #: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
 _JUST_ENDED = timedelta(minutes=10)

@@ -34,10 +34,9 @@ from ddpjob_operator.core.objects.observe import Pod, clean
 from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Progress, Status
-from ddpjob_operator.core.progress import began_from, received
 from ddpjob_operator.core.report import ledger
 from ddpjob_operator.core.seats import Seats
-from ddpjob_operator.core.view import PATIENCE, View, recovers_from
+from ddpjob_operator.core.view import PATIENCE, View, began_from, received, recovers_from
 
 #: Status writes that only report are held back until this long after the last write.
 REPORT_INTERVAL: Final = timedelta(seconds=2)
