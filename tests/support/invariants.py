@@ -18,8 +18,7 @@ from typing import Any
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects import compact_spec
-from ddpjob_operator.core.objects.json_read import parse_time
-from ddpjob_operator.core.objects.ranges import parse_pairs, parse_ranges
+from ddpjob_operator.core.objects.json_read import parse_pairs, parse_ranges, parse_time
 from ddpjob_operator.core.objects.spec import MAX_REPLICAS
 from support.objects import (
     TERMINAL,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob_operator.core.actions import ApiFeedback
-from ddpjob_operator.core.objects import observe, ranges, status
+from ddpjob_operator.core.objects import json_read, observe, status
 from ddpjob_operator.core.objects import spec as spec_
 from ddpjob_operator.core.plan import plan
 from support.world import START, World, check_status, crd_schema, job_object, running, started
@@ -153,15 +153,15 @@ def test_whatever_is_in_the_spec_the_planner_has_an_answer(poisons):
      ("3,1", set()), ("0-3,2-4", set()), ("5-3", set()), ("0-9," * 3000, set())],
 )  # fmt: skip
 def test_ranges_are_bounded_by_the_replicas_and_each_is_unfolded_once(text, found):
-    assert ranges.parse_ranges(text, 10) == found
+    assert json_read.parse_ranges(text, 10) == found
 
 
 def test_all_that_the_operator_may_have_to_write_has_room():
-    longest = ranges.format_ranges(frozenset(range(0, 10_000, 2)))
-    assert ranges.parse_ranges(longest, 10_000) == frozenset(range(0, 10_000, 2))
+    longest = json_read.format_ranges(frozenset(range(0, 10_000, 2)))
+    assert json_read.parse_ranges(longest, 10_000) == frozenset(range(0, 10_000, 2))
     births = {10_000 + n % 64 if n < 64 else 9_000 + n: 999_999_998 for n in range(256)}
-    assert ranges.parse_pairs(ranges.format_pairs(births)) == births
-    check_status({"succeededReplicas": longest, "births": ranges.format_pairs(births)})
+    assert json_read.parse_pairs(json_read.format_pairs(births)) == births
+    check_status({"succeededReplicas": longest, "births": json_read.format_pairs(births)})
 
 
 def test_every_text_list_and_map_of_the_status_has_a_bound_in_the_crd():

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from ddpjob_contract import PERMANENT_EXIT_CODES, ExitCode
+from ddpjob_operator.core.objects.json_read import format_ranges
 from ddpjob_operator.core.objects.observe import MESSAGE_MAX, Container, Pod, clean
-from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.status import Failure
 
 #: Words for a launcher's kind of end, if the program left none.
@@ -117,6 +117,16 @@ def left_early(loss: str, done: frozenset[int], members: Mapping[int, Pod]) -> s
     after = after_step(done, members)
     who = f"{replicas(done, 40)} ended with 0 (Succeeded){after}"
     return f"{who} while others waited for them; then {loss}"
+
+
+def plural(number: int, word: str) -> str:
+    """Write 1, "pod" as "1 pod" and 3, "pod" as "3 pods"."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def every(number: int, word: str) -> str:
+    """Write 1, "replica" as "the only replica" and 3, "replica" as "all 3 replicas"."""
+    return f"the only {word}" if number == 1 else f"all {plural(number, word)}"
 
 
 def replicas(some: frozenset[int], limit: int) -> str:

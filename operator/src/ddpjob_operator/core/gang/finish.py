@@ -13,8 +13,8 @@ from ddpjob_operator.core import actions, evidence
 from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.change import Change, Clock
+from ddpjob_operator.core.failure_text import every, plural
 from ddpjob_operator.core.objects.observe import Pod, Report
-from ddpjob_operator.core.objects.ranges import counted, every
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.seats import Seats
@@ -60,7 +60,7 @@ def never_met(spec: Spec, said: Progress | Report) -> bool:
 
 def apart(spec: Spec, train: str) -> str:
     """Word that the replicas are likely no gang."""
-    who = counted(spec.replicas, "replica")
+    who = plural(spec.replicas, "replica")
     return f"no connection between the {who} was seen: each may {train} by itself"
 
 

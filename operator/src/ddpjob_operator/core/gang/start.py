@@ -19,11 +19,10 @@ from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.capacity import kueue, pod_group, refusals, template_guard
 from ddpjob_operator.core.change import Change, Stall
-from ddpjob_operator.core.failure_text import describe, initializing, shorten
+from ddpjob_operator.core.failure_text import describe, every, initializing, plural, shorten
 from ddpjob_operator.core.gang import barrier, handover, replacement, restart
 from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid
-from ddpjob_operator.core.objects.ranges import counted, every
 from ddpjob_operator.core.objects.status import Failure, Status
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View, recovers_from
@@ -235,7 +234,7 @@ def begin_job(view: View, change: Change) -> Change:
         handed_over=(),
     )
     change = avoid.nothing(change, f"the job was {reason.lower()}")
-    message = f"creating {counted(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
+    message = f"creating {plural(view.spec.replicas, 'pod')}, attempt {change.status.attempt}"
     for type_ in ("Suspended", "Stalled"):
         change = change.condition(type_, False, reason, "", view.now)
     # The change of spec may have cured what was refused before.

@@ -14,8 +14,7 @@ from dataclasses import replace
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import Measurement
 from ddpjob_operator.core.change import Change
-from ddpjob_operator.core.failure_text import describe
-from ddpjob_operator.core.objects import ranges
+from ddpjob_operator.core.failure_text import describe, plural
 from ddpjob_operator.core.objects.observe import Round, Rounds
 from ddpjob_operator.core.objects.status import MAX_FAILURES, Failure, Status
 from ddpjob_operator.core.seats import Seats
@@ -43,7 +42,7 @@ def count(view: View, change: Change) -> Change:
     for found, loss in causes:
         what = f"round {found.number} of attempt {loss.attempt} ended: {describe(loss)}"
         if found.saved_step is not None and found.saved_by is not None:
-            again = ranges.counted(_repeated(found), "step") if _repeated(found) else "nothing"
+            again = plural(_repeated(found), "step") if _repeated(found) else "nothing"
             what += f"; {again} repeated: saved by rank {found.saved_by} after step"
             what += f" {found.saved_step}"
         change = change.event("Warning", "RestartedInPlace", f"{what}; {_SO}")
@@ -56,7 +55,7 @@ def count(view: View, change: Change) -> Change:
         change = change.event("Normal", "Drill", f"{what}: {_DRILL}")
     unexplained = now - counted - len(causes) - free
     if unexplained:
-        which = ranges.counted(unexplained, "round")
+        which = plural(unexplained, "round")
         what = f"{which} of attempt {hub} ended, cause unknown"
         change = change.event("Warning", "RestartedInPlace", f"{what}; {_SO}")
         change = change.measure(Measurement("rounds_total", unexplained, _UNKNOWN))

@@ -1,7 +1,8 @@
 """Read values out of a stranger's raw JSON: the wrong type counts as absent.
 
 observe.py, spec.py and status.py pass everything from the API server through here once; the rest of
-the core sees types.
+the core sees types. Replicas are short text there: {0, 1, 2, 5} is "0-2,5" (the form of batch/v1
+completedIndexes, for status.succeededReplicas), {1: 5, 7: 6} is "1:5,7:6" (for status.births).
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ _TIME_MAX: Final = 64
 INT32: Final = 2**31
 _LONG: Final = 100  # entries; no field of a status has as many
 _INT64: Final = 2**63
+#: maxLength in the CRD: of every other one of 10,000 replicas, and of MAX_MIN_ATTEMPTS pairs.
+_RANGES: Final = 32_768
+_BIRTHS: Final = 4096
+_DIGITS: Final = 9  # int() refuses thousands
 
 
 def mapping(value: object) -> Mapping[str, Any]:
@@ -108,3 +113,49 @@ def parse_time(value: object) -> datetime | None:
     if not 1000 < at.year <= 9000:
         return None
     return at if at.tzinfo else at.replace(tzinfo=UTC)
+
+
+def format_ranges(replicas: frozenset[int]) -> str:
+    """Format {0, 1, 2, 5} as "0-2,5"."""
+    parts: list[list[int]] = []
+    for replica in sorted(replicas):
+        if parts and replica == parts[-1][1] + 1:
+            parts[-1][1] = replica
+        else:
+            parts.append([replica, replica])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def parse_ranges(text: object, replicas: int) -> frozenset[int]:
+    """Parse format_ranges' text; empty if it is malformed, or has more than so many."""
+    found: set[int] = set()
+    if not isinstance(text, str) or len(text) > _RANGES:
+        return frozenset()
+    least = 0  # ranges rise, so none is unfolded twice
+    for part in filter(None, text.split(",")):
+        first, _, last = part.partition("-")
+        low, high = _number(first), _number(last or first)
+        if low is None or high is None or not least <= low <= high < replicas:
+            return frozenset()
+        found.update(range(low, high + 1))
+        least = high + 1
+    return frozenset(found)
+
+
+def format_pairs(births: Mapping[int, int]) -> str:
+    """Format {1: 5, 7: 6} as "1:5,7:6"."""
+    return ",".join(f"{replica}:{attempt}" for replica, attempt in sorted(births.items()))
+
+
+def parse_pairs(text: object) -> dict[int, int]:
+    """Parse format_pairs' text; empty if it is malformed, or too long for MAX_MIN_ATTEMPTS."""
+    if not isinstance(text, str) or len(text) > _BIRTHS:
+        return {}
+    parts = (part.partition(":") for part in text.split(","))
+    pairs = [(_number(a), _number(b)) for a, _, b in parts]
+    found = {a: b for a, b in pairs if a is not None and b is not None}
+    return found if all(None not in pair for pair in pairs) else {}
+
+
+def _number(text: str) -> int | None:
+    return int(text) if len(text) <= _DIGITS and text.isdecimal() else None

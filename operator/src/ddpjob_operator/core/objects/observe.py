@@ -21,13 +21,13 @@ from ddpjob_operator.core.objects.json_read import (
     mapping,
     opt_count,
     opt_number,
+    parse_pairs,
     parse_time,
     sequence,
     shared_names,
     text,
 )
 from ddpjob_operator.core.objects.ledger import LauncherAccount
-from ddpjob_operator.core.objects.ranges import parse_pairs
 from ddpjob_operator.core.objects.status import Progress, Proof, Straggler, metrics
 
 #: No attempt has so many rounds: a larger number is ignored.

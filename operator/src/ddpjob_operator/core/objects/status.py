@@ -19,10 +19,12 @@ from typing import Any, Final, Literal, get_args
 
 from ddpjob_contract.crd import TERMINAL_PHASES
 from ddpjob_contract.exits import SEVERITY
-from ddpjob_operator.core.objects import ledger, ranges
+from ddpjob_operator.core.objects import ledger
 from ddpjob_operator.core.objects.json_read import (
     INT32,
     counter,
+    format_pairs,
+    format_ranges,
     format_time,
     integer,
     mapping,
@@ -30,6 +32,8 @@ from ddpjob_operator.core.objects.json_read import (
     opt_count,
     opt_integer,
     opt_number,
+    parse_pairs,
+    parse_ranges,
     parse_time,
     sequence,
     text,
@@ -359,9 +363,9 @@ def _fields(status: Status) -> dict[str, Any]:
         "conditions": [c.to_dict(status.observed_generation) for c in status.conditions],
         "attempt": status.attempt,
         "membersSince": status.members_since,
-        "births": ranges.format_pairs(status.min_attempt_by_seat),
+        "births": format_pairs(status.min_attempt_by_seat),
         "holds": status.can_wait_for_replacement,
-        "serving": ranges.format_pairs(status.serving),
+        "serving": format_pairs(status.serving),
         "podGroup": status.pod_group,
         "templateHash": status.template_hash,
         "snapshotHash": status.snapshot_hash,
@@ -369,7 +373,7 @@ def _fields(status: Status) -> dict[str, Any]:
         "restarted": f"{restarts.total}" + f"+{restarts.in_place}" * bool(restarts.in_place),
         "ready": ready,
         "replicas": asdict(replicas),
-        "succeededReplicas": ranges.format_ranges(status.succeeded),
+        "succeededReplicas": format_ranges(status.succeeded),
         "progress": _progress_to_dict(status.progress) or None,
         "lastFailure": _written(last, _FAILURE) if last else None,
         "failures": [_written(one, _FAILURE) for one in status.failures] or None,
@@ -404,7 +408,7 @@ def _unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
 def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
     """Parse .status of a job with so many replicas; what does not parse counts as absent."""
     raw = mapping(body)
-    counts, births = mapping(raw.get("replicas")), ranges.parse_pairs(raw.get("births"))
+    counts, births = mapping(raw.get("replicas")), parse_pairs(raw.get("births"))
     phase, attempt = raw.get("phase"), integer(raw.get("attempt"))
     attempt = attempt if 0 <= attempt < MOST_ATTEMPTS else 0
     # Later than that, its pods would belong to no attempt.
@@ -423,13 +427,13 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
         members_since=since,
         min_attempt_by_seat={r: n for r, n in births.items() if since < n <= attempt},
         can_wait_for_replacement=raw.get("holds") is True,
-        serving=ranges.parse_pairs(raw.get("serving")),
+        serving=parse_pairs(raw.get("serving")),
         pod_group=text(raw.get("podGroup"), 253),
         template_hash=text(raw.get("templateHash"), 128),
         snapshot_hash=text(raw.get("snapshotHash"), 128),
         restarts=Restarts(**_read(raw.get("restarts"), _RESTARTS)),
         replicas=Replicas(**{f.name: counter(counts.get(f.name)) for f in fields(Replicas)}),
-        succeeded=ranges.parse_ranges(raw.get("succeededReplicas"), replicas),
+        succeeded=parse_ranges(raw.get("succeededReplicas"), replicas),
         progress=Progress(**_read(raw.get("progress"), _PROGRESS)),
         failures=tuple(_failures(raw.get("failures"))),
         avoided_nodes=names(sequence(raw.get("avoidedNodes"))[-2 * MAX_AVOIDED :])[-MAX_AVOIDED:],

@@ -29,9 +29,9 @@ from ddpjob_operator.core.gang import barrier, finish
 from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects import status as st
+from ddpjob_operator.core.objects.json_read import format_ranges
 from ddpjob_operator.core.objects.nodes import Nodes
 from ddpjob_operator.core.objects.observe import Pod, clean
-from ddpjob_operator.core.objects.ranges import format_ranges
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Failure, Progress, Status
 from ddpjob_operator.core.report import ledger
