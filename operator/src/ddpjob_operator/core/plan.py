@@ -20,7 +20,7 @@ from ddpjob_operator.core.actions import ApiFeedback, ConfirmGone, DeletePod, Pl
 from ddpjob_operator.core.capacity import kueue, pod_group, refusals, template_guard
 from ddpjob_operator.core.change import Change, Stall
 from ddpjob_operator.core.gang import barrier, finish, handover, replacement, restart, start
-from ddpjob_operator.core.loss import cause, rounds, verdict
+from ddpjob_operator.core.loss import cause, verdict
 from ddpjob_operator.core.nodes import avoid
 from ddpjob_operator.core.objects import status as st
 from ddpjob_operator.core.objects.nodes import Nodes
@@ -80,7 +80,7 @@ def _decide(view: View) -> Change:
             return start.begin_job(view, change)  # the active deadline does not count from before
         return restart.new_attempt(view, change, "Restarting", 0)
     # The hub's report is on record whatever is decided now: it may be its last one.
-    change, polled = rounds.count(view, change), view.feedback.rounds
+    change, polled = verdict.count_rounds(view, change), view.feedback.rounds
     change = replacement.record_hub_report(view.job, status, polled, change)
     # A success counts whatever deadline or suspend says by now.
     if len(seats.succeeded) == spec.replicas:

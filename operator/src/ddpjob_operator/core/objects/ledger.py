@@ -70,11 +70,6 @@ class Ledger:
     hub_at: datetime | None = None
     hub_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def total(self) -> float:
-        """Return all pod-seconds, however spent."""
-        return sum(self.seconds.values())
-
 
 def read_account(raw: object, hub: int, at: datetime | None = None) -> LauncherAccount | None:
     """Parse contract.Spent; None if it says nothing."""

@@ -64,7 +64,7 @@ def book(view: View, change: Change) -> Change:
         if gpus := view.spec.template.gpu_count:
             change = change.measure(Measurement("gpu_seconds_total", seconds * gpus, state))
     ledger = books.closed()
-    had = ledger.total - ledger.seconds.get(_WITHOUT_PODS, 0.0)
+    had = sum(ledger.seconds.values()) - ledger.seconds.get(_WITHOUT_PODS, 0.0)
     goodput = round(ledger.seconds.get("productive", 0.0) / had, 4) if had > 0 else None
     change = change.with_status(ledger=ledger, goodput=goodput)
     return change.with_status(eta=_eta(change.status, view.spec.replicas, view.now))
