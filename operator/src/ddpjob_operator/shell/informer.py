@@ -241,7 +241,7 @@ class WorkloadInformer(Informer):
         found = self._store.workloads.put(obj)
         if kind == "DELETED":
             self._store.workloads.remove((found.namespace, found.name), found.uid)
-        return self._store.keys_of(found.namespace, found.owner_uid)
+        return self._store.keys_of([(found.namespace, found.owner_uid)])
 
     def _refused(self, error: ApiError) -> None:
         super()._refused(error)

@@ -259,10 +259,7 @@ class WorkQueue(Generic[K]):
     def forget(self, key: K) -> None:
         """Drop the timer and the back-off of a key whose object is gone."""
         self._failures.pop(key, None)
-        self._rests.pop(key, None)
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
+        self._end_waits(key)
 
     def close(self) -> None:
         """Hand out no more keys; running work goes on."""
@@ -301,12 +298,14 @@ class WorkQueue(Generic[K]):
             self._wake.clear()
             await self._wake.wait()
         self._working.add(key)
-        self._rests.pop(key, None)
         # The timer's reason is looked at now; the new plan sets the next one.
-        timer = self._timers.pop(key, None)
-        if timer is not None:
-            timer.cancel()
+        self._end_waits(key)
         return key
+
+    def _end_waits(self, key: K) -> None:
+        self._rests.pop(key, None)
+        if (timer := self._timers.pop(key, None)) is not None:
+            timer.cancel()
 
     def _next_key(self) -> K | None:
         if (line := self._next_line()) is None:

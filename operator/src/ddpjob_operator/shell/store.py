@@ -309,7 +309,7 @@ class Store:
             gang.pods[pod.uid] = SlimPod(pod, version)
             gang.note(pod)
             self._owners[pod.uid] = owner
-        return self._keys_of(concerned)
+        return self.keys_of(concerned)
 
     def remove_pod(self, uid: str, version: int | None = None) -> Key | None:
         """Forget the pod with that uid for good; return the key of its job."""
@@ -318,7 +318,7 @@ class Store:
         if len(self._buried) > _TOMBSTONES:
             self._buried.popitem(last=False)
         owner = self._disown(uid)
-        return next(iter(self._keys_of([owner] if owner else [])), None)
+        return next(iter(self.keys_of([owner] if owner else [])), None)
 
     def replace_pods(
         self,
@@ -354,7 +354,7 @@ class Store:
         """Forget the pods that a full list does not show; return their jobs' keys."""
         listed = set(listed_uids)
         there = [(o, gang) for o, gang in self._gangs.items() if namespace in (None, o[0])]
-        return self._keys_of(owner for owner, gang in there if self._retain(gang, listed, version))
+        return self.keys_of(owner for owner, gang in there if self._retain(gang, listed, version))
 
     def pods_of(self, job_uid: str) -> tuple[observe.Pod, ...]:
         """Return the pods whose controller is that job, by name."""
@@ -363,15 +363,11 @@ class Store:
 
     def keys_on(self, nodes: Container[str]) -> set[Key]:
         """Return the jobs that have a pod on one of these nodes."""
-        return self._keys_of(
+        return self.keys_of(
             owner
             for owner, gang in self._gangs.items()
             if any(known.pod.node in nodes for known in gang.pods.values())
         )
-
-    def keys_of(self, namespace: str, job_uid: str) -> set[Key]:
-        """Return the key of the job with that uid there, if it is known."""
-        return self._keys_of([(namespace, job_uid)])
 
     def seen(self, job_uid: str, attempt: object) -> frozenset[int]:
         """Return replicas of that attempt whose pods this process has seen, gone or not."""
@@ -382,7 +378,8 @@ class Store:
         """Count the cached pods."""
         return len(self._owners)
 
-    def _keys_of(self, owners: Iterable[Owner]) -> set[Key]:
+    def keys_of(self, owners: Iterable[Owner]) -> set[Key]:
+        """Return the keys of those of these jobs that are known."""
         keys = {(one, self._keys.get(one[1])) for one in owners}
         return {key for one, key in keys if key and key[0] == one[0]}
 
@@ -407,7 +404,7 @@ class Store:
         if owner is not None:
             gang = self._gangs[owner]
             del gang.pods[uid]
-            if not gang.pods and not self._keys_of([owner]):
+            if not gang.pods and not self.keys_of([owner]):
                 del self._gangs[owner]
         return owner
 
