@@ -13,8 +13,8 @@ from functools import cached_property
 from typing import Final
 
 from ddpjob_operator.core import evidence
-from ddpjob_operator.core.actions import Existing, QuorumRead
-from ddpjob_operator.core.objects.observe import Pod
+from ddpjob_operator.core.actions import QuorumRead
+from ddpjob_operator.core.objects.observe import Existing, Pod
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Status
 
