@@ -20,7 +20,6 @@ from ddpjob_operator.shell.api import (
     Gone,
     Invalid,
     NotFound,
-    Unavailable,
 )
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -102,8 +101,8 @@ async def api(server: Server, calls: Counter[tuple[str, str, int]]) -> AsyncIter
         (409, Conflict),
         (410, Gone),
         (422, Invalid),
-        (500, Unavailable),
-        (504, Unavailable),
+        (500, ApiError),
+        (504, ApiError),
     ],
 )
 async def test_errors_carry_the_servers_words(api, server, calls, code, error):
@@ -135,7 +134,7 @@ async def test_no_answer_may_mean_done(api, server, calls, monkeypatch):
 
     server.handle = hang
     monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.2)
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(ApiError) as caught:
         await api.replace(PODS, "ns", "x", {})
     assert caught.value.maybe_done
     assert calls == {("update", "pods", 0): 1}
@@ -189,7 +188,7 @@ async def test_only_the_servers_silence_ends_a_list_or_a_watch(api, server, monk
 
     server.handle = stall
     monkeypatch.setattr("ddpjob_operator.shell.api._TIMEOUT", 0.2)
-    with pytest.raises(Unavailable, match=r"no answer within 0\.2 s"):
+    with pytest.raises(ApiError, match=r"no answer within 0\.2 s"):
         await api.list_all(PODS, "ns")
     assert [event async for event in api.watch(PODS, "ns", "5", silence=0.2)] == []
 
@@ -206,7 +205,7 @@ async def test_an_answer_that_is_no_list_is_not_an_empty_one(api, server):
         '{"items":null,"metadata":{"resourceVersion":"7"}}',
     ):
         server.says(text)
-        with pytest.raises(Unavailable, match="no answer") as caught:
+        with pytest.raises(ApiError, match="no answer") as caught:
             await api.list_all(PODS, "ns")
         assert caught.value.code == 0
 
@@ -221,7 +220,7 @@ async def test_a_line_that_is_no_event_ends_the_watch_as_an_error(api, server):
         '{"type":"ERROR","object":{"code":"x"}}',
     ):
         server.says(line + "\n")
-        with pytest.raises(Unavailable):
+        with pytest.raises(ApiError):
             async for _ in api.watch(PODS, "ns", "5"):
                 pass
 

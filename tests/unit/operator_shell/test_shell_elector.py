@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddpjob_operator.shell.api import Conflict, NotFound, Object, Resource, Unavailable
+from ddpjob_operator.shell.api import ApiError, Conflict, NotFound, Object, Resource
 from ddpjob_operator.shell.elector import Elector
 from support.patience import PATIENCE
 
@@ -165,9 +165,7 @@ async def test_a_lease_that_is_just_being_taken_is_given_back(verb):
     assert server.holder == ""
 
 
-@pytest.mark.parametrize(
-    "error", [Unavailable(500, "", "down"), Conflict(409, "Conflict", "changed")]
-)
+@pytest.mark.parametrize("error", [ApiError(500, "", "down"), Conflict(409, "Conflict", "changed")])
 async def test_a_release_that_cannot_be_says_why(error, caplog):
     server, loop = LeaseServer(), asyncio.get_running_loop()
     first = Candidate(server, "a")
@@ -191,7 +189,7 @@ async def test_without_an_api_server_it_stops_acting_before_the_lease_expires():
     assert first.leads()
 
     def down(verb: str) -> None:
-        raise Unavailable(0, "", "down")
+        raise ApiError(0, "", "down")
 
     server.fail = down
     await asyncio.sleep(6)
@@ -214,7 +212,7 @@ async def test_a_renewal_that_comes_late_tells_that_leadership_is_back():
 
     def away(verb: str) -> None:
         if loop.time() < again:
-            raise Unavailable(503, "", "away")
+            raise ApiError(503, "", "away")
 
     async def slow(verb: str) -> None:
         if verb == "replace" and not paused:

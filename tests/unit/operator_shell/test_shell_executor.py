@@ -19,8 +19,6 @@ from ddpjob_operator.shell.api import (
     NotFound,
     Object,
     Resource,
-    Throttled,
-    Unavailable,
     error_from_status,
 )
 from ddpjob_operator.shell.executor import Executor, JobGoneError, NotLeadingError
@@ -149,7 +147,7 @@ WRITE = act.WriteStatus(
     (act.Event("Normal", "Started", "x"),),
     (act.Measurement("restarts_total", 1, "User"), act.Measurement("rounds_total", 2, "Hang")),
 )
-LOST = Unavailable(504, "", "lost")
+LOST = ApiError(504, "", "lost")
 
 
 async def test_a_stored_status_is_known_at_once_and_only_then_told(stage):
@@ -183,7 +181,7 @@ async def test_what_was_read_before_another_operator_acted_confirms_nothing(stag
         (Conflict(409, "Conflict", "changed"), "Starting", ["Started"]),
         (LOST, "Starting", ["Started"]),
         (LOST, "Pending", []),
-        (Unavailable(0, "", "lost"), "", []),
+        (ApiError(0, "", "lost"), "", []),
     ],
 )
 async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage, answer, found, told):
@@ -194,7 +192,7 @@ async def test_a_status_write_of_unknown_fate_reads_the_job_again(stage, answer,
     stage.store.set_feedback("u1", act.ApiFeedback(confirmed=act.QuorumRead(2, NOW)))
     stage.api.script["replace ddpjobs"] = [answer]
     stage.api.script["get ddpjobs"] = [job(9, phase=found) if found else LOST]
-    with contextlib.nullcontext() if answer.code == 409 else pytest.raises(Unavailable):
+    with contextlib.nullcontext() if answer.code == 409 else pytest.raises(ApiError):
         await stage.do(WRITE, create())
     assert stage.now.resource_version == ("9" if found else "5")
     assert (stage.feedback.confirmed is None) == (answer.code != 409)
@@ -513,8 +511,8 @@ async def test_every_call_of_a_batch_ends_before_an_error_is_raised(stage):
     stage.store.put_pod(pod(0))
     stage.store.put_pod(pod(1))
     stage.api.slow = {"job-1"}
-    stage.api.script["delete pods"] = [Unavailable(500, "", "x"), missing()]
-    with pytest.raises(Unavailable):
+    stage.api.script["delete pods"] = [ApiError(500, "", "x"), missing()]
+    with pytest.raises(ApiError):
         await stage.do(act.DeletePod("job-0", "p0-2", 2), act.DeletePod("job-1", "p1-2", 2))
     assert stage.pods == ["p0-2"]
 
@@ -579,7 +577,7 @@ async def test_a_right_to_groups_that_is_taken_away_ends_no_wait(stage, waits):
 async def test_groups_that_no_api_can_read_hold_up_no_job(stage):
     """As those of v1alpha2 that an upgrade to Kubernetes 1.37 has left in etcd."""
     unread = 'no kind "PodGroup" is registered for version "scheduling.k8s.io/v1alpha2"'
-    stage.api.script = {"list podgroups": [Throttled(429, "TooManyRequests", unread)]}
+    stage.api.script = {"list podgroups": [ApiError(429, "TooManyRequests", unread)]}
     await stage.do(act.RemoveGroups("job-u1-1", "v1beta1"))
     assert stage.feedback.groups_removed == "job-u1-1"
 
@@ -614,7 +612,7 @@ async def test_a_group_that_cannot_be_looked_for_delays_no_later_pod(stage, wait
     """A backoff would outlast the wait: only a pod that is created ends it."""
     if waits:
         stage.store.put_pod(pod(), from_watch=False)
-    stage.api.script = {"get podgroups": [Unavailable(500, "InternalError", "etcd")]}
+    stage.api.script = {"get podgroups": [ApiError(500, "InternalError", "etcd")]}
     await stage.do(act.EnsureNetwork(2, (GROUP,)))
     assert stage.feedback.network_refusal is not None
     assert (stage.feedback.refused == ()) == waits

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddpjob_operator.core.objects.nodes import FORBIDDEN, Signals
-from ddpjob_operator.shell.api import ApiError, Forbidden, Gone, Listing, Object, Unavailable
+from ddpjob_operator.shell.api import ApiError, Forbidden, Gone, Listing, Object
 from ddpjob_operator.shell.informer import NodeInformer, PodInformer
 from ddpjob_operator.shell.nodes import NodeCache
 from ddpjob_operator.shell.store import Key, Store
@@ -166,7 +166,7 @@ async def test_a_node_that_is_about_to_go_names_the_jobs_that_are_on_it():
     ("error", "known"),
     [
         (Forbidden(403, "Forbidden", "not you"), FORBIDDEN),
-        (Unavailable(503, "", "not you"), None),  # no want of rights
+        (ApiError(503, "", "not you"), None),  # no want of rights
     ],
 )
 async def test_nodes_that_cannot_be_read_are_unknown_and_nobody_waits(error, known, caplog):
@@ -199,7 +199,7 @@ async def test_each_object_of_a_list_is_a_sign_of_life():
 
 @pytest.mark.parametrize("part", ["list", "watch"])
 async def test_no_server_makes_it_wait_for_an_hour(part):
-    busy = Unavailable(503, "", "maintenance", retry_after=3600.0)
+    busy = ApiError(503, "", "maintenance", retry_after=3600.0)
 
     class BusyApi(NodesApi):
         async def watch(self, *_: object, **__: object) -> AsyncIterator[tuple[str, Object]]:

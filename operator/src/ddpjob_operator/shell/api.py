@@ -74,14 +74,6 @@ class Gone(ApiError):
     """410: a watch or a paged list is too old and must start again."""
 
 
-class Throttled(ApiError):
-    """429: surely not carried out; ``retry_after`` says when to try again."""
-
-
-class Unavailable(ApiError):
-    """No answer, or 5xx."""
-
-
 _BY_CODE: dict[int, type[ApiError]] = {
     400: Invalid,
     401: Forbidden,
@@ -90,7 +82,6 @@ _BY_CODE: dict[int, type[ApiError]] = {
     409: Conflict,
     410: Gone,
     422: Invalid,
-    429: Throttled,
 }
 
 
@@ -98,9 +89,8 @@ def error_from_status(
     code: int, status: Mapping[str, Any], *, retry_after: float | None = None, what: str = ""
 ) -> ApiError:
     """Turn a metav1.Status (or another answer in its place) into an ApiError."""
-    cls = _BY_CODE.get(code, Unavailable if code >= 500 or code == 0 else ApiError)
     reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
-    return cls(code, reason, message, retry_after=retry_after, what=what)
+    return _BY_CODE.get(code, ApiError)(code, reason, message, retry_after=retry_after, what=what)
 
 
 Object = dict[str, Any]
@@ -311,10 +301,10 @@ class Api:
         while True:
             try:
                 return await self._call_once(verb, resource, path, body, params, read)
-            except Throttled as error:
+            except ApiError as error:
                 wait = error.retry_after if error.retry_after is not None else 1.0
                 tries += 1
-                if wait > _THROTTLE_PATIENCE or tries > _THROTTLE_RETRIES:
+                if error.code != 429 or wait > _THROTTLE_PATIENCE or tries > _THROTTLE_RETRIES:
                     raise
                 await asyncio.sleep(wait)
 
@@ -365,7 +355,7 @@ _METHODS = {"create": "POST", "update": "PUT", "delete": "DELETE"}
 def _no_answer(error: Exception, what: str) -> ApiError:
     late = isinstance(error, TimeoutError)
     message = f"no answer within {_TIMEOUT:g} s" if late else str(error) or type(error).__name__
-    return Unavailable(0, "", message, what=what)
+    return ApiError(0, "", message, what=what)
 
 
 def _version(obj: Object) -> str:

@@ -130,9 +130,8 @@ class Reconciler:
     def _requeue(self, key: Key, job: observe.Job, *, grew: bool) -> None:
         """Look again at once: most of what an action changes is already in the store.
 
-        ``grew``: the attempt has a replica that it never had, or one more is done. A gang of large
-        pods is created in hundreds of planning rounds, and its start has a deadline; a thousand
-        replicas that end one by one are as many writes, and a loss among them must not wait.
+        ``grew``: a replica is new, or done: that may take a large gang hundreds of rounds, and a
+        loss among them must not wait.
         """
         if grew:
             self._queue.add(key)
