@@ -314,11 +314,7 @@ def _network_policy(
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": meta(job),
-        "spec": {
-            "podSelector": selector,
-            "policyTypes": ["Ingress"],
-            "ingress": ingress,
-        },
+        "spec": {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": ingress},
     }
 
 

@@ -31,7 +31,6 @@ from ddpjob_operator.shell.api import (
     JOBS,
     Api,
     ApiError,
-    Forbidden,
     NotFound,
     Object,
     loads,
@@ -59,10 +58,7 @@ class JobWatcher:
     """
 
     def __init__(
-        self,
-        credentials: Credentials,
-        namespaces: tuple[str, ...],
-        deliver: Deliver,
+        self, credentials: Credentials, namespaces: tuple[str, ...], deliver: Deliver
     ) -> None:
         self._credentials, self._namespaces, self._deliver = credentials, namespaces, deliver
         self._stop = threading.Event()
@@ -312,8 +308,6 @@ class Resync:
         if isinstance(error, NotFound):
             name = f"{crd.KIND}s ({crd.PLURAL}.{crd.GROUP})"
             return f"the cluster does not know {name}: kubectl apply -f manifests/crd.yaml"
-        if isinstance(error, Forbidden):
-            return f"not allowed to list {crd.PLURAL}{self._where}: {error.message}"
         if error.code == 0:
             return f"no answer from the API server: {error.message}"
         return f"cannot list {crd.PLURAL}{self._where}: {error}"

@@ -18,13 +18,7 @@ from ddpjob_operator.core import actions, evidence, operators
 from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.capacity import pod_group, refusals, template_guard
 from ddpjob_operator.core.change import Change, Clock, Stall
-from ddpjob_operator.core.failure_text import (
-    after_step,
-    describe,
-    initializing,
-    replicas,
-    shorten,
-)
+from ddpjob_operator.core.failure_text import after_step, describe, initializing, replicas, shorten
 from ddpjob_operator.core.gang import barrier, finish
 from ddpjob_operator.core.loss import verdict
 from ddpjob_operator.core.nodes import avoid
