@@ -24,14 +24,14 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 914,
-    "operator/src": 12_149,
+    "operator/src": 12_017,
     "trainer/src": 27_784,
     "tools/src": 5_412,
     "plugin/src": 5_014,
     "dev/bench": 4_607,
     "dev/devcluster": 3_868,
     "studies": 3_826,
-    "tests": 64_054,
+    "tests": 64_055,
 }
 MOST_WORDS = 45_273  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

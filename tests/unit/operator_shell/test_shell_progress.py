@@ -14,7 +14,7 @@ from aiohttp import web
 
 import ddpjob_contract as contract
 from ddpjob_operator.core import render
-from ddpjob_operator.core.objects import compact_spec, observe, ports, spec
+from ddpjob_operator.core.objects import compact_spec, observe, ports, spec, status
 from ddpjob_operator.shell import progress
 from ddpjob_operator.shell.progress import ProgressReader
 from ddpjob_operator.shell.store import Key, Store
@@ -165,7 +165,11 @@ async def test_it_asks_where_the_pod_was_told_to_answer(host_network, port):
     seen = observe.job(obj)
     (trainer,) = render.pod(seen, spec.parse(seen.spec), 1, 0)["spec"]["containers"]
     env = {variable["name"]: variable.get("value", "") for variable in trainer["env"]}
-    address = ProgressReader(store, lambda _: None, lambda: True)._address(seen)
+    reader, known = (
+        ProgressReader(store, lambda _: None, lambda: True),
+        status.from_dict(seen.status),
+    )
+    address = reader._address(seen, known)
     assert address == ("192.0.2.7", int(env[contract.METRICS_PORT]))
     assert host_network == (env[contract.METRICS_PORT] != "9400")
 
@@ -176,9 +180,10 @@ def test_after_a_replacement_it_asks_the_hub():
     store.put_pod(stored.pod("old", 0, 2, status=pod(0, "192.0.2.6")["status"]))
     reader = ProgressReader(store, lambda _: None, lambda: True)
     (seen,) = store.jobs()
-    assert reader._address(seen) is None
+    known = status.from_dict(seen.status)
+    assert reader._address(seen, known) is None
     store.put_pod(stored.pod("new", 0, 4, status=pod(0, "192.0.2.7")["status"]))
-    assert reader._address(seen) == ("192.0.2.7", 9400)
+    assert reader._address(seen, known) == ("192.0.2.7", 9400)
 
 
 OTHERS = [{"attempt": 0}, {"attempt": 2}, {"attempt": "1"}, {"attempt": None},
@@ -284,7 +289,8 @@ def test_addresses_that_no_pod_has_are_not_asked(ip):
     store.put_job(job(9400))
     store.put_pod(pod(replica=0, ip=ip))
     (seen,) = store.jobs()
-    assert ProgressReader(store, lambda _: None, lambda: True)._address(seen) is None
+    reader, known = ProgressReader(store, print, bool), status.from_dict(seen.status)
+    assert reader._address(seen, known) is None
 
 
 @pytest.mark.parametrize("ip", [

@@ -22,7 +22,7 @@ from datetime import UTC, datetime
 import ddpjob_contract as contract
 from ddpjob_operator.core.objects import compact_spec, ledger, observe, ports, status
 from ddpjob_operator.core.objects.json_read import integer, mapping
-from ddpjob_operator.core.objects.status import Progress
+from ddpjob_operator.core.objects.status import Progress, Status
 from ddpjob_operator.core.view import belongs
 from ddpjob_operator.shell.store import Key, Store
 
@@ -102,7 +102,8 @@ class ProgressReader:
             self._asking.discard(job.uid)
 
     async def _read(self, job: observe.Job) -> None:
-        address = self._address(job)
+        present = status.from_dict(job.status)
+        address = self._address(job, present)
         if address is None:
             return
         try:
@@ -112,7 +113,6 @@ class ProgressReader:
             self._silent.add(job.uid)
             return
         self._silent.discard(job.uid)
-        present = status.from_dict(job.status)
         ours = (job.uid, present.hub)
         if isinstance(raw, dict) and (
             (raw.get("uid") or job.uid, raw.get("attempt", ours[1])) != ours
@@ -120,27 +120,22 @@ class ProgressReader:
             return  # the address or the port is another's now, or the gang was replaced meanwhile
         now = datetime.now(UTC)
         found, rounds = observe.progress(raw, now), observe.rounds(raw)
-        known, away = self._store.feedback(job.uid), self._away(job, raw)
         if found is None:
             return
+        known, away = self._store.feedback(job.uid), observe.away(raw)
+        pods = self._store.pods_of(job.uid) if away else ()
+        lost = frozenset(p.uid for p in pods if p.replica in away and belongs(present, p))
         spent = ledger.read_account(mapping(raw).get("spent"), ours[1], now)
         # Who is away is asked about until that is decided.
         same = _same(found, known.progress, present.timings.running_at)
-        if same and rounds == known.rounds and not away | known.away:
+        if same and rounds == known.rounds and not lost | known.away:
             self._store.record(job.uid, spent=spent)
             return
-        news = {"progress": found, "rounds": rounds, "spent": spent, "away": away}
+        news = {"progress": found, "rounds": rounds, "spent": spent, "away": lost}
         self._store.record(job.uid, **news, away_at=now)
         self._changed(job.key)
 
-    def _away(self, job: observe.Job, raw: object) -> frozenset[str]:
-        """Return the uids of the members that the hub calls away."""
-        away, known = observe.away(raw), status.from_dict(job.status)
-        pods = self._store.pods_of(job.uid) if away else []
-        return frozenset(pod.uid for pod in pods if pod.replica in away and belongs(known, pod))
-
-    def _address(self, job: observe.Job) -> tuple[str, int] | None:
-        known = status.from_dict(job.status)
+    def _address(self, job: observe.Job, known: Status) -> tuple[str, int] | None:
         for pod in self._store.pods_of(job.uid):
             if (pod.replica, pod.attempt) == (0, known.hub) and pod.trainer.state == "running":
                 master = integer(job.spec.get("port"), ports.MASTER)

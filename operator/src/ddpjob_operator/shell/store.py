@@ -107,10 +107,7 @@ class WorkloadCache:
         """Take a Workload object, unless a newer one is known."""
         new = workload(obj)
         old = self._known.get((new.namespace, new.name))
-        older = old is not None and (version_number(new.version) or 0) < (
-            version_number(old.version) or 0
-        )
-        if not older and new.uid not in self._deleted:
+        if (old is None or _newer(old.version, new.version)) and new.uid not in self._deleted:
             self._known[new.namespace, new.name] = new
         return new
 
@@ -125,10 +122,10 @@ class WorkloadCache:
 
     def replace_all(self, where: str | None, listed: Iterable[str], version: str) -> None:
         """Take a full list of these uids, read at ``version``."""
-        kept, at = set(listed), version_number(version) or 0
+        kept = set(listed)
         for one in list(self._known.values()):
-            younger = (version_number(one.version) or 0) > at
-            if where in (None, one.namespace) and one.uid not in kept and not younger:
+            gone = one.uid not in kept and _newer(one.version, version)
+            if gone and where in (None, one.namespace):
                 self.remove((one.namespace, one.name), one.uid)
         self._served[where] = True
 
