@@ -334,22 +334,18 @@ def _check_directory(records: Records, directory: Path) -> None:
             )
 
 
-def _every(story: Any) -> int:
-    if (every := story.facts["every"]) is None:
+def _pace(records: Records, began: float) -> Pace:
+    story = records.stories[0]
+    if story.facts["every"] is None:
         raise ConfigError(
             "the script has ddp.Snapshots(every='Auto'): leave it out, or take a number, for kills"
             " come at steps between two snapshots"
         )
-    return int(every)
-
-
-def _pace(records: Records, began: float) -> Pace:
-    story = records.stories[0]
     steps = max(1, len(story.losses))
     return Pace(
         total_steps=story.step,  # the script may end before the steps asked for
         epoch=story.epoch,
-        every=_every(story),
+        every=int(story.facts["every"]),
         step_seconds=max(0.001, (story.last_at - story.progress_at) / steps),
         start_seconds=max(0.1, story.progress_at - began),
     )

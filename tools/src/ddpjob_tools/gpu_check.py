@@ -382,12 +382,7 @@ def add(commands: Any) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Run the checks; return the exit code."""
-
-    def checked(options: argparse.Namespace) -> argparse.Namespace:
-        verb.check_processes(options.nproc)
-        return options
-
-    return verb.run("gpu-check", options, checked, _check)
+    return verb.run("gpu-check", options, verb.with_processes, _check)
 
 
 def _check(options: argparse.Namespace, directory: Path) -> int:

@@ -11,14 +11,13 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ddpjob_contract import ExitCode
 from ddpjob_tools.prove.run import ProofError
 from ddpjob_trainer.arguments import MOST_PROCESSES, real, whole
 from ddpjob_trainer.errors import ConfigError
 
-Settings = TypeVar("Settings")
 #: Name and metavar; type, bool for a flag, list where it may be given again, or a tuple of choices;
 #: default; help.
 Option = tuple[str, Any, Any, str]
@@ -60,7 +59,9 @@ def add(
         parser.add_argument(option, **given)
     if program is not None:
         what, about = program
-        add_module(parser, what)
+        parser.add_argument(  # as Python has it
+            "-m", "--module", action="store_true", help=f"{what} is a Python module"
+        )
         parser.add_argument("program", metavar=what, help=about)
         parser.add_argument(
             "arguments", nargs=argparse.REMAINDER, metavar="...", help=f"for {what}"
@@ -68,20 +69,16 @@ def add(
     return parser
 
 
-def add_module(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add -m, as Python has it."""
-    parser.add_argument("-m", "--module", action="store_true", help=f"{what} is a Python module")
-
-
-def check_processes(nproc: int | None) -> None:
-    """Refuse a number of processes that cannot be. Raises ConfigError."""
-    if nproc is not None:
-        whole("--nproc", nproc, least=1, most=MOST_PROCESSES)
+def with_processes(options: argparse.Namespace) -> argparse.Namespace:
+    """Return options whose number of processes can be. Raises ConfigError."""
+    if options.nproc is not None:
+        whole("--nproc", options.nproc, least=1, most=MOST_PROCESSES)
+    return options
 
 
 def check(options: argparse.Namespace) -> None:
     """Refuse what is wrong with the options of a verb that runs a program. Raises ConfigError."""
-    check_processes(options.nproc)
+    with_processes(options)
     real("--patience", options.patience)
     keep = options.keep
     if keep is not None and keep.exists() and not (keep.is_dir() and not any(keep.iterdir())):
@@ -112,8 +109,8 @@ def ended(name: str, action: Callable[[], int], *, unproved: int = 1) -> int:
 def run(
     name: str,
     options: argparse.Namespace,
-    prepare: Callable[[argparse.Namespace], Settings],
-    body: Callable[[Settings, Path], int],
+    prepare: Callable[[argparse.Namespace], argparse.Namespace],
+    body: Callable[[argparse.Namespace, Path], int],
     *,
     unproved: int = 1,
     evidence: Collection[int] = (),

@@ -317,7 +317,7 @@ def make(
     job = Job(
         manifest=manifest,
         uid=uuid.uuid4().hex,
-        replicas=_first(replicas, "--replicas", spec["replicas"]),
+        replicas=(spec["replicas"] if replicas is None else Node(replicas, "--replicas")).whole(1),
         nproc=manifest.nproc if nproc is None else Node(nproc, "--nproc").whole(1),
         limits=limits_of(manifest),
         grace_seconds=max(1, GRACE_SECONDS if grace.value is None else grace.whole()),
@@ -337,10 +337,6 @@ def make(
         _check_size(job)
     job.command(job.variables(1, 0, range(job.ports())))  # refuses before anything starts
     return job
-
-
-def _first(option: int | None, name: str, field: Node) -> int:
-    return field.whole(1) if option is None else Node(option, name).whole(1)
 
 
 def _check_size(job: Job) -> None:

@@ -288,12 +288,13 @@ class Recorder:
 
     def _write(self, line: dict[str, Any], weights: list[torch.Tensor]) -> None:
         if self._pid != os.getpid():  # the first step here, or in a process that was forked
-            self._pid, rank = os.getpid(), _rank()
+            self._pid = os.getpid()
+            rank, world = _rank_and_world()
             path = self._out / f"rank-{rank}.{self._pid}.jsonl"
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
             names = [self._names.get(id(one), f"weight {i}") for i, one in enumerate(weights)]
             _put(self._fd, {
-                "rank": rank, "world": _world(), "names": names[:_PARTS],
+                "rank": rank, "world": world, "names": names[:_PARTS],
                 "bytes": sum(one.numel() * one.element_size() for one in weights),
                 "frameworks": dict(_frameworks()), "torch": torch.__version__,
             })  # fmt: skip
@@ -360,18 +361,11 @@ def _loss(output: Any, results: list[torch.Tensor], before: float | None) -> flo
     return float(loss.detach().item()) if loss.numel() == 1 and not loss.is_meta else before
 
 
-def _rank() -> int:
+def _rank_and_world() -> tuple[int, int]:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank()
-    return int(os.environ.get("RANK", "0") or 0)
-
-
-def _world() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    return 1
+        return distributed.get_rank(), distributed.get_world_size()
+    return int(os.environ.get("RANK", "0") or 0), 1
 
 
 def _frameworks() -> Iterator[tuple[str, str]]:
