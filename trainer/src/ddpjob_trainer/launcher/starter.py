@@ -165,7 +165,8 @@ class Starter:
         silent = not self._config.uses_our_library
         started = self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS)
         if parked or started:
-            following = Key(self._workers.key.number, self._workers.key.round + 1)
+            number, round_ = self._workers.key
+            following = Key(number, round_ + 1)
             self.spares.refill(
                 lambda local_rank: self._environment_of(local_rank, following),
                 compiler=self._workers.compiles(),
