@@ -11,6 +11,18 @@ from model.story import World, job_body
 DAY = 24 * 3600
 
 
+@pytest.mark.fault("N9")
+@pytest.mark.parametrize("quota", [3, 4, 5])
+def test_two_gangs_that_do_not_fit_together_both_end(loop, quota):
+    """Neither holds half of what the other needs for ever (I9); nobody heals anything here."""
+    world = World(loop)
+    for name in ("a", "b"):
+        world.cluster.create(crd.PLURAL, job_body(name))
+    world.cluster.quota = quota
+    assert world.run(lambda: world.over("a") and world.over("b"), DAY)
+    assert [world.phase(name) for name in ("a", "b")] == ["Succeeded", "Succeeded"]
+
+
 def work_for(world: World, seconds: float) -> None:
     """Each gang trains for so long."""
     at: dict[tuple[str, int], datetime] = {}

@@ -77,7 +77,6 @@ class Story(RuleBasedStateMachine):
     """Every write of the world is held against the invariants, and in the end all is well."""
 
     world: World
-    harms: dict[int, str]
 
     @invariant()
     def all_hold(self) -> None:
@@ -95,22 +94,6 @@ class Story(RuleBasedStateMachine):
     @move()
     def nothing_happens(self) -> None:
         pass
-
-    @move(index=INDEX, code=st.sampled_from(CODES))
-    def a_process_ends(self, index: int, code: int) -> None:
-        if pods := [pod for pod in self.world.cluster.pods() if self.world.cluster.runs(pod)]:
-            self.world.cluster.finish(pods[index % len(pods)], code)
-
-    @move(index=INDEX, how=st.sampled_from(("delete", "evict", "force")))
-    def a_pod_goes(self, index: int, how: str) -> None:
-        if pods := self.world.cluster.pods():
-            self.world.lose(pods[index % len(pods)], how)
-
-    @move(ahead=st.integers(0, 6), harm=st.sampled_from((*UNSEEN, *SEEN)))
-    def a_call_meets(self, ahead: int, harm: str) -> None:
-        if harm in ("late", "hold"):
-            self.world.state.deposed = True
-        self.harms[len(self.world.wire.calls) + ahead] = harm
 
 
 class Machine(Story):
@@ -148,6 +131,16 @@ class Machine(Story):
 
     # --- pods and nodes ---
 
+    @move(index=INDEX, code=st.sampled_from(CODES))
+    def a_process_ends(self, index: int, code: int) -> None:
+        if pods := [pod for pod in self.world.cluster.pods() if self.world.cluster.runs(pod)]:
+            self.world.cluster.finish(pods[index % len(pods)], code)
+
+    @move(index=INDEX, how=st.sampled_from(("delete", "evict", "force")))
+    def a_pod_goes(self, index: int, how: str) -> None:
+        if pods := self.world.cluster.pods():
+            self.world.lose(pods[index % len(pods)], how)
+
     @move(index=INDEX, label=st.sampled_from(LABELS))
     def somebody_relabels(self, index: int, label: tuple[str, str | None]) -> None:
         if pods := self.world.cluster.pods():
@@ -174,6 +167,12 @@ class Machine(Story):
         self.world.cluster.refuse = lambda body: (
             refused if code and body.get("kind") == plural else None
         )
+
+    @move(ahead=st.integers(0, 6), harm=st.sampled_from((*UNSEEN, *SEEN)))
+    def a_call_meets(self, ahead: int, harm: str) -> None:
+        if harm in ("late", "hold"):
+            self.world.state.deposed = True
+        self.harms[len(self.world.wire.calls) + ahead] = harm
 
     @move(what=st.sampled_from(("nodes", "watches", "calls")))
     def it_is_over(self, what: str) -> None:

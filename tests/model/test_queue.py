@@ -14,9 +14,10 @@ from hypothesis.stateful import initialize
 from ddpjob_contract import crd
 from ddpjob_operator.core.actions import Plan, QuorumRead, WriteWorkload
 from ddpjob_operator.core.objects.workload import Condition, Workload
+from model.faults import SEEN, UNSEEN
 from model.kueue import QueueWorld, queued
 from model.operators import Planner
-from model.test_machine import INDEX, JOBS, LOOP, Story, move
+from model.test_machine import CODES, INDEX, JOBS, LOOP, Story, move
 from model.wrong import Question
 from support import workloads
 from support.invariants import Violation
@@ -63,6 +64,16 @@ class QueueMachine(Story):
             if not self.world.tick():
                 self.world.sleep()
 
+    @move(index=INDEX, code=st.sampled_from(CODES))
+    def a_process_ends(self, index: int, code: int) -> None:
+        if pods := [pod for pod in self.world.cluster.pods() if self.world.cluster.runs(pod)]:
+            self.world.cluster.finish(pods[index % len(pods)], code)
+
+    @move(index=INDEX, how=st.sampled_from(("delete", "evict", "force")))
+    def a_pod_goes(self, index: int, how: str) -> None:
+        if pods := self.world.cluster.pods():
+            self.world.lose(pods[index % len(pods)], how)
+
     # --- Kueue and its administrator ---
 
     @move(
@@ -89,6 +100,12 @@ class QueueMachine(Story):
         self.world.kueue.quota, self.world.kueue.asleep = quota, asleep
 
     # --- the operator ---
+
+    @move(ahead=st.integers(0, 6), harm=st.sampled_from((*UNSEEN, *SEEN)))
+    def a_call_meets(self, ahead: int, harm: str) -> None:
+        if harm in ("late", "hold"):
+            self.world.state.deposed = True
+        self.harms[len(self.world.wire.calls) + ahead] = harm
 
     @move(behind=st.sampled_from((0, 1, 5, 1000)))
     def the_operator_restarts(self, behind: int) -> None:
