@@ -222,3 +222,14 @@ def test_a_wrong_planner_is_found_out(loop, planner, name):
     with pytest.raises(Violation) as found:
         story(loop, planner)
     assert found.value.name == name
+
+
+@pytest.mark.xfail(raises=Violation, strict=True, reason="known: a silent watch shows old quota")
+def test_a_workload_deleted_while_its_watch_is_silent_starts_no_pod():
+    """The operator takes quota for reserved that its last look showed."""
+    machine = QueueMachine()
+    machine.begin(specs=({"replicas": 1}, {"replicas": 1}), priorities=("", ""))
+    machine.nothing_happens(then=12)
+    machine.a_watch_is_silent(plural="workloads", then=0)
+    machine.somebody_deletes_a_workload(index=0, then=11)
+    machine.teardown()
