@@ -165,8 +165,7 @@ class Starter:
         silent = not self._config.uses_our_library
         started = self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS)
         if parked or started:
-            number, round_ = self._workers.key
-            following = Key(number, round_ + 1)
+            following = Key(self._workers.key.number, self._workers.key.round + 1)
             self.spares.refill(
                 lambda local_rank: self._environment_of(local_rank, following),
                 compiler=self._workers.compiles(),
