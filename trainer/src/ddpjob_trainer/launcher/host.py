@@ -53,7 +53,8 @@ class Signals:
                 self.pending.append(signum)
 
         def drain(now: float) -> None:
-            os.read(read, 4096)
+            with contextlib.suppress(BlockingIOError):
+                os.read(read, 4096)
 
         selector.register(read, selectors.EVENT_READ, drain)
         for signum in _FORWARDED:

@@ -204,7 +204,9 @@ class Phase:
 class Running(Phase):
     """Its workers run."""
 
-    reported = 0  # exits that the hub knows of
+    def __init__(self, round_: LocalRound, now: float) -> None:
+        super().__init__(round_, now)
+        self.reported = 0  # exits that the hub knows of
 
     def report(self, now: float) -> Phase:
         """Say that workers failed, or that all have succeeded."""

@@ -35,9 +35,12 @@ class Rescuer:
     """The rescue of one round at one launcher. ``send``: to the hub, with the time."""
 
     def __init__(
-        self, workers: WorkerGroup, selector: selectors.BaseSelector,
-        send: Callable[[Message, float], object], say: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self,
+        workers: WorkerGroup,
+        selector: selectors.BaseSelector,
+        send: Callable[[Message, float], object],
+        say: Callable[[str], None],
+    ) -> None:
         self._workers, self._selector, self._send, self._say = workers, selector, send, say
         self._links: dict[int, socket.socket] = {}  # by rank
         self._lines: dict[int, bytes] = {}

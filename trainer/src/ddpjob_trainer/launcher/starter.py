@@ -33,10 +33,14 @@ class Starter:
     """Starts the workers of all rounds. ``runtime_dir``: the directory of their records."""
 
     def __init__(
-        self, config: LaunchConfig, runtime_dir: RuntimeDir, selector: selectors.BaseSelector,
+        self,
+        config: LaunchConfig,
+        runtime_dir: RuntimeDir,
+        selector: selectors.BaseSelector,
         tell: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self._config, self._runtime_dir, self._tell = config, runtime_dir, tell
+    ) -> None:
+        self._config = config
+        self._runtime_dir = runtime_dir
         self._environment = common_environment(config)
         self._store: socket.socket | None = None
         # Where all ranks are ours, nobody else has to know it.
@@ -45,9 +49,16 @@ class Starter:
         self._key = -1  # the descriptor of this round's key
         self._rounds = 0  # begun here
         self._more: tuple[str, ...] = ()  # arguments
+        self._tell = tell
         self._begun = 0.0
-        env = {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)}
-        self.spares = Spares(config.program, config.spares, env, config.preload, selector, tell)
+        self.spares = Spares(
+            config.program,
+            config.spares,
+            {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)},
+            config.preload,
+            selector,
+            tell,
+        )
 
     def prepare(self, workers: WorkerGroup) -> None:
         """Have spares ready for a round that the hub will begin. ``workers``: none yet."""
@@ -80,8 +91,10 @@ class Starter:
         """
         self._workers = workers
         self._rounds += 1
-        drill = f"{drill} {os.getpid()} {now}"
-        self._of_round = {ROUND_DRILL: drill, contract.REACHED_STEP: str(reached)}
+        self._of_round = {
+            ROUND_DRILL: f"{drill} {os.getpid()} {now}",
+            contract.REACHED_STEP: str(reached),
+        }
         self._begun = now
         try:
             workers.state_dir = self._runtime_dir.begin(workers.key)
@@ -132,8 +145,13 @@ class Starter:
     def _spawn(self, call: Call) -> int:
         fds = {name: str(fd) for name, fd in call.fds.items()}
         env = {**self._environment, **call.env, **fds}
-        command = (*self._config.command, *call.arguments)
-        return children.spawn(command, env, call.out, call.err, tuple(call.fds.values()))
+        return children.spawn(
+            (*self._config.command, *call.arguments),
+            env,
+            call.out,
+            call.err,
+            tuple(call.fds.values()),
+        )
 
     # --- Spares --------------------------------------------------------------------------
 
@@ -153,7 +171,10 @@ class Starter:
         self.spares.recall(self._workers.awaited)
 
     def refill(self, now: float, *, parked: bool = False) -> float | None:
-        """Order spares once training is under way, or ``parked``; return when to call next."""
+        """Order spares once training is under way; return when to call next.
+
+        ``parked``: there is none that they could slow down.
+        """
         due = self.spares.tick(now)
         self.hand_over(now)
         if self.spares.full or (self._workers.stopping and not parked):
@@ -165,7 +186,8 @@ class Starter:
         silent = not self._config.uses_our_library
         started = self._workers.is_training() or (silent and now > self._begun + _STARTED_SECONDS)
         if parked or started:
-            following = Key(self._workers.key.number, self._workers.key.round + 1)
+            number, round_ = self._workers.key
+            following = Key(number, round_ + 1)
             self.spares.refill(
                 lambda local_rank: self._environment_of(local_rank, following),
                 compiler=self._workers.compiles(),

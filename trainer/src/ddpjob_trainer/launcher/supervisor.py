@@ -282,8 +282,11 @@ class Supervisor:
     def _leave_nobody(self) -> list[str]:
         """Kill and reap every descendant; report and return those that do not end."""
         hopeless = self._workers.unkillable
-        ended = lambda pid, status: self._workers.ended(pid, status, time.monotonic())  # noqa: E731
-        left = children.end_all(ended, self._config.exit_seconds, hopeless)
+        left = children.end_all(
+            lambda pid, status: self._workers.ended(pid, status, time.monotonic()),
+            self._config.exit_seconds,
+            hopeless,
+        )
         said = list(hopeless.values())
         if others := [str(pid) for pid in left if pid not in hopeless]:
             said.append(f"killed, but not gone, and left behind: pid {', '.join(others)}")
@@ -311,13 +314,14 @@ class Supervisor:
         port, metrics = self._config.metrics_port, self._runtime_dir.metrics
         self._counted.value = lambda: self._shown(self._summary.read(self._workers)).values or {}
         healthy = lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS  # noqa: E731
-        if port is None:
-            return None
         try:
-            return endpoints.serve(port, metrics, self._counted, self._state, healthy, self._look)
+            if port is not None:
+                return endpoints.serve(
+                    port, metrics, self._counted, self._state, healthy, self._look
+                )
         except OSError as error:
             self._log.say(f"no /state and /metrics: port {port}: {error.strerror}")
-            return None
+        return None
 
     def _look(self, path: str, query: str, local: bool) -> tuple[int, str]:
         uid = "" if self._config.standalone else self._config.uid
@@ -339,12 +343,16 @@ class Supervisor:
     def _state(self) -> State:
         config, round_, workers = self._config, self._phase.round, self._workers
         return state_body(
-            workers.state(0), uid="" if config.standalone else config.uid,
-            attempt=workers.key.number, round_=workers.round, gang=self._member.gang,
-            results=self._shown(self._summary.read(workers)), stacks=self._hangs.stacks,
+            workers.state(0),
+            uid="" if config.standalone else config.uid,
+            attempt=workers.key.number,
+            round_=workers.round,
+            gang=self._member.gang,
+            results=self._shown(self._summary.read(workers)),
+            stacks=self._hangs.stacks,
             silent=self._counted.silent_seconds if workers.pids else None,
             pace=round_.pace.per_second(time.monotonic()),
-        )  # fmt: skip
+        )
 
 
 def _reason(last: Round) -> str:

@@ -56,8 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("master-addr", "this machine, or the DDPJob's", metavar="HOST")
     option("master-port", "of the store; in a DDPJob its own", type=int, metavar="PORT")
     option("rdzv-backend", "static or c10d: here the same", metavar="NAME")
-    at = {"metavar": "HOST[:PORT]", "type": endpoint}
-    option("rdzv-endpoint", "as --master-addr and --master-port", **at)
+    option(
+        "rdzv-endpoint", "as --master-addr and --master-port", metavar="HOST[:PORT]", type=endpoint
+    )
     option("numa-binding", "bind each process to CPUs near its GPU, by torch", choices=_NUMA)
     option("no-python", "executables are started as they are anyway", action="store_true")
     for name in (*_WITHOUT_MEANING, *_REFUSED):

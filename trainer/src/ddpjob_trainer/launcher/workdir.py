@@ -31,9 +31,13 @@ _ANSWER_SECONDS: Final = 10.0
 
 
 def fill(
-    files: Path | None, outputs: Sequence[Path], env: Mapping[str, str],
-    say: Callable[[str], None], *, restores: bool = False,
-) -> Callable[[Path], None] | None:  # fmt: skip
+    files: Path | None,
+    outputs: Sequence[Path],
+    env: Mapping[str, str],
+    say: Callable[[str], None],
+    *,
+    restores: bool = False,
+) -> Callable[[Path], None] | None:
     """Copy ``files`` here, make the snapshots' folder, and link ``outputs`` to folders in it.
 
     ``restores``: return a function that restores the folder, except a path, if it was empty. Raises
@@ -155,7 +159,8 @@ class Checkpoints:
     """
 
     def __init__(self, pattern: str, *, emptied: bool = False) -> None:
-        self._pattern, self._emptied = pattern, emptied
+        self._pattern = pattern
+        self._emptied = emptied
         self._found: list[list[_Match]] | None = None  # of the look that is under way
         self._newest: _Match = _NONE  # at the last look
         self._given = ""  # by it
