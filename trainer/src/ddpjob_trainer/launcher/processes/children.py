@@ -38,7 +38,10 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a hook for a forked child: SIGKILL when the thread of ``parent`` ends that forked."""
+    """Return a hook for the forked child: SIGKILL when the process ``parent`` dies.
+
+    Precisely: when the thread that forked ends.
+    """
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -49,19 +52,29 @@ def die_with(parent: int) -> Callable[[], None]:
 
 
 def spawn(
-    command: Sequence[str], env: Mapping[str, str], stdout: int, stderr: int,
-    pass_fds: Sequence[int] = (), cwd: str | None = None,
-) -> int:  # fmt: skip
+    command: Sequence[str],
+    env: Mapping[str, str],
+    stdout: int,
+    stderr: int,
+    pass_fds: Sequence[int] = (),
+    cwd: str | None = None,
+) -> int:
     """Start a worker in a new process group; return its pid. Raises OSError.
 
     Must be called from the main thread: the death signal follows the thread that forked.
     """
-    # The hook is safe beside our threads: between fork and exec it only calls into a loaded libc.
     process = subprocess.Popen(
-        command, env=dict(env), stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
-        pass_fds=pass_fds, cwd=cwd, process_group=0,
+        command,
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=pass_fds,
+        cwd=cwd,
+        process_group=0,
+        # Safe beside our threads: between fork and exec it only calls into a loaded libc.
         preexec_fn=die_with(os.getpid()),  # noqa: PLW1509
-    )  # fmt: skip
+    )
     # reap() waits for all children; a set returncode keeps Popen from waiting too.
     process.returncode = 0
     return process.pid

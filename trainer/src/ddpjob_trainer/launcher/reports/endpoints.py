@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BufferedIOBase
 from pathlib import Path
+from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ddpjob_contract import State
@@ -129,12 +130,14 @@ class Server(ThreadingHTTPServer):
     """Listens on one socket for IPv4 and, where available, IPv6; ends at once."""
 
     daemon_threads = True
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
 
     def server_bind(self) -> None:
         """Bind without resolving this machine's name, which may take seconds."""
-        self.socket.close()
-        self.socket = host.bind(int(self.server_address[1]))
-        self.server_name, self.server_port = "localhost", self.socket.getsockname()[1]
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", self.server_address[1]
 
     def start(self) -> None:
         """Serve from a thread; serve_forever() would look for its end only twice a second."""
@@ -222,9 +225,13 @@ def _is_local(host: str) -> bool:
 
 
 def serve(
-    port: int, metrics_dir: Path, counted: LauncherMetrics, state: Callable[[], State],
-    healthy: Callable[[], bool], look: Look = lambda *_: NONE,
-) -> Server:  # fmt: skip
+    port: int,
+    metrics_dir: Path,
+    counted: LauncherMetrics,
+    state: Callable[[], State],
+    healthy: Callable[[], bool],
+    look: Look = lambda *_: NONE,
+) -> Server:
     """Serve until end(). Port 0 takes a free one. Raises OSError when the port is in use."""
     metrics, kept = _Kept(lambda: as_text(metrics_dir, counted)), _Kept(state)
 
@@ -246,16 +253,18 @@ def serve(
             path, _, query = self.path.partition("?")
             if path == "/state":
                 shown = answer(kept(), query, local=_is_local(self.client_address[0]))
+                if shown is not None and shown.get("uid"):  # it is asked for by who may know all
+                    shown = state()
                 if shown is None:
                     self._reply(409, b"this is another job\n", "text/plain")
-                else:  # with a uid it is asked for by who may know all, and may know it now
-                    body = json.dumps(state() if shown.get("uid") else shown)
-                    self._reply(200, body.encode(), "application/json")
+                else:
+                    self._reply(200, json.dumps(shown).encode(), "application/json")
             elif path == "/healthz":
-                code, said = (200, b"ok\n") if healthy() else (503, b"stuck\n")
-                self._reply(code, said, "text/plain")
+                well = healthy()
+                self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")
             elif path == "/metrics":
-                self._reply(200, metrics(), "text/plain; version=0.0.4; charset=utf-8")
+                content = "text/plain; version=0.0.4; charset=utf-8"
+                self._reply(200, metrics(), content)
             else:
                 code, text = look(path, query, _is_local(self.client_address[0]))
                 self._reply(code, text.encode(errors="replace"), "text/plain")
@@ -270,6 +279,7 @@ def serve(
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Drop the access log."""
 
-    server = Server(("", port), Handler)
+    every_address = "::" if Server.address_family == socket.AF_INET6 else ""
+    server = Server((every_address, port), Handler)
     server.start()
     return server

@@ -28,9 +28,12 @@ _OK, _BAD, _FORBIDDEN, _CONFLICT = 200, 400, 403, 409
 
 
 def answer(
-    workers: WorkerGroup, uid: str, path: str, query: str,
+    workers: WorkerGroup,
+    uid: str,
+    path: str,
+    query: str,
     look: Callable[[Path, Mapping[int, int]], str],
-) -> tuple[int, str]:  # fmt: skip
+) -> tuple[int, str]:
     """Return HTTP status and text. ``uid``: of the job; on the host's network others ask, too.
 
     ``look`` returns the stacks of workers, by their records' directory and their pids.

@@ -23,8 +23,15 @@ from urllib.parse import parse_qs
 from ddpjob_contract import Proof, Resumed, Round, Spent, State, Straggler
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness import heartbeat
-from ddpjob_trainer.liveness.heartbeat import RankState, read_report
+from ddpjob_trainer.liveness.heartbeat import (
+    PROOF,
+    RESUMED,
+    SNAPSHOTS,
+    STRAGGLER,
+    VALUES,
+    RankState,
+    read_report,
+)
 
 # --- Seconds: the launcher's share of the ledger --------------------------------------------------
 # The supervisor says which stretch begins; rank 0's record says how its steps were spent. /state
@@ -130,9 +137,12 @@ class ProgressPath:
 
     def __init__(self, path: Path | None, every: float = _EVERY_SECONDS) -> None:
         self.newest = NEVER
-        self._path, self._every = path, every
-        self._wanted, self._read = threading.Event(), threading.Condition()
-        self._begun = self._done = 0  # looks
+        self._path = path
+        self._every = every
+        self._wanted = threading.Event()
+        self._read = threading.Condition()
+        self._begun = 0
+        self._done = 0
         if path is not None:
             threading.Thread(target=self._run, name="progress", daemon=True).start()
 
@@ -260,19 +270,19 @@ class Results:
     def after(self, workers: WorkerGroup) -> Results:
         """Add the records of a round's workers."""
         state = workers.state(0)
-        every = numbers(read_report(workers.state_dir, heartbeat.SNAPSHOTS)).get("every")
-        step, total = self.step, self.total_steps
-        if state is not None and state.phase != "startup":
-            step, total = state.step, state.total_steps
+        known = state is not None and state.phase != "startup"
+        every = numbers(read_report(workers.state_dir, SNAPSHOTS)).get("every")
         return replace(
-            self, step=step, total_steps=total,
+            self,
+            step=state.step if state and known else self.step,
+            total_steps=state.total_steps if state and known else self.total_steps,
             snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
             snapshot_every=every or self.snapshot_every,
-            resumed=read_report(workers.state_dir, heartbeat.RESUMED) or self.resumed,
-            straggler=read_report(workers.state_dir, heartbeat.STRAGGLER),
-            proof=_newest(read_report(workers.state_dir, heartbeat.PROOF), self.proof),
-            values=numbers(read_report(workers.state_dir, heartbeat.VALUES)) or self.values,
-        )  # fmt: skip
+            resumed=read_report(workers.state_dir, RESUMED) or self.resumed,
+            straggler=read_report(workers.state_dir, STRAGGLER),
+            proof=_newest(read_report(workers.state_dir, PROOF), self.proof),
+            values=numbers(read_report(workers.state_dir, VALUES)) or self.values,
+        )
 
     def facts(self, state: RankState | None) -> dict[str, Any]:
         """Return what /state and the report say alike; None: unknown."""
@@ -330,10 +340,17 @@ def _newest(proof: Proof | None, before: Proof | None) -> Proof | None:
 
 
 def state_body(
-    state: RankState | None, *, uid: str = "", attempt: int, round_: int,
-    gang: Mapping[str, Any] = {}, results: Results | None = None, stacks: str = "",
-    pace: float | None = None, silent: float | None = None,
-) -> State:  # fmt: skip
+    state: RankState | None,
+    *,
+    uid: str = "",
+    attempt: int,
+    round_: int,
+    gang: Mapping[str, Any] = {},
+    results: Results | None = None,
+    stacks: str = "",
+    pace: float | None = None,
+    silent: float | None = None,
+) -> State:
     """Return the JSON object of GET /state for one rank's record.
 
     ``uid``: of the job, if it is one's. ``attempt``: the hub's number. ``gang``: the hub's facts.

@@ -54,9 +54,14 @@ class Ended:
 
 
 def finish(
-    config: LaunchConfig, workers: WorkerGroup, pump: OutputPump, results: Results, ended: Ended,
-    left: Sequence[str], say: Callable[[str], None],
-) -> int:  # fmt: skip
+    config: LaunchConfig,
+    workers: WorkerGroup,
+    pump: OutputPump,
+    results: Results,
+    ended: Ended,
+    left: Sequence[str],
+    say: Callable[[str], None],
+) -> int:
     """Write the termination report, print how the run ended, return the launcher's exit code.
 
     ``left``: about processes that could not be ended.
@@ -69,19 +74,24 @@ def finish(
     if failure and early:
         failure = replace(failure, exception=root_cause.failure_text(early, failure))
     local_rank = failure.local_rank if failure else 0
-    log = [*pump.tail(config.rank(local_rank)), *left] if failure else []
     idle = ended.stood_by or workers.key.round < 0
     content = make_report(
-        failure, workers.state(local_rank), log, round_=workers.round,
-        terminated=ended.signal != 0, results=results, elsewhere=elsewhere,
+        failure,
+        workers.state(local_rank),
+        [*pump.tail(config.rank(local_rank)), *left] if failure else [],
+        round_=workers.round,
+        terminated=ended.signal != 0,
+        results=results,
+        elsewhere=elsewhere,
         replica=(-1 if idle else config.replica) if config.env.standby else None,
-    )  # fmt: skip
+    )
     cut_short = _cut_short(config, workers, ended, failure)
     if cut_short:
         if not ended.between_rounds:
             say("all ended with exit code 0, but at a signal, so this is no success")
         content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
-        content |= {"code": 128 + ended.signal, "signal": ended.signal}
+        content["code"] = 128 + ended.signal
+        content["signal"] = ended.signal
     if failure is not None and not elsewhere and ended.end is not None and ended.end.code:
         content["code"] = ended.end.code
     _save(config, content, say)
@@ -177,9 +187,16 @@ def _failure(workers: WorkerGroup, ended: Ended) -> tuple[Exit | None, str]:
 
 
 def make_report(
-    failure: Exit | None, state: RankState | None, log: Sequence[str], *, round_: int,
-    terminated: bool, results: Results, elsewhere: str = "", replica: int | None = None,
-) -> TerminationReport:  # fmt: skip
+    failure: Exit | None,
+    state: RankState | None,
+    log: Sequence[str],
+    *,
+    round_: int,
+    terminated: bool,
+    results: Results,
+    elsewhere: str = "",
+    replica: int | None = None,
+) -> TerminationReport:
     """Build the report on the first failing rank, or on the first rank after success.
 
     ``terminated``: the launcher itself got a signal to end. ``elsewhere``: why the attempt ended,
@@ -211,8 +228,9 @@ def make_report(
 
 
 def _brief(record: Round) -> Round:
-    if said := record.get("exception"):
-        return {**record, "exception": _cut_middle(said, _MAX_LINE)}
+    record = record.copy()
+    if "exception" in record:
+        record["exception"] = _cut_middle(record["exception"], _MAX_LINE)
     return record
 
 
