@@ -23,7 +23,16 @@ from ddpjob_trainer import trace
 from ddpjob_trainer.launcher import host
 from ddpjob_trainer.launcher.hub import messages
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Hello, LastLine, Message, Refused, Wire
+from ddpjob_trainer.launcher.hub.messages import (
+    BEAT_SECONDS,
+    Call,
+    Hello,
+    LastLine,
+    Message,
+    Refused,
+    Wire,
+    is_of_the_job,
+)
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import Calls, HubServer, Listener
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
@@ -42,8 +51,8 @@ class Link:
     admitted or called this launcher, and may admit it again. ``lines``: the last of the gang.
     """
 
-    def __init__(self) -> None:
-        self.hub: Hub | None = None
+    def __init__(self, hub: Hub | None = None) -> None:
+        self.hub = hub
         self.inbox: deque[Message] = deque()
         self.lost = self.unmet = ""
         self.met = False
@@ -79,16 +88,23 @@ class HubClient(Link):
     """
 
     def __init__(
-        self, address: tuple[str, int], hello: Hello, selector: selectors.BaseSelector,
-        tell: Callable[[str], None], least: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        address: tuple[str, int],
+        hello: Hello,
+        selector: selectors.BaseSelector,
+        tell: Callable[[str], None],
+        least: int = 0,
+    ) -> None:
         super().__init__()
         self.lines = LastLine(leads=False)
-        self._selector, self._tell = selector, tell
+        self._tell = tell
         self._refusal = ""  # the last reason for not being admitted yet
         self._passed_over = False  # a message, and said so
-        self._address, self._where = address, f"{address[0]} port {address[1]}"
-        self._hello, self._least = hello, least
+        self._address = address
+        self._where = f"{address[0]} port {address[1]}"
+        self._hello = hello
+        self._least = least
+        self._selector = selector
         self._followed = (0, "")  # number and pod of the last hub that has admitted it
         self._wire: Wire | None = None  # to that hub
         self._asked: set[Wire] = set()  # Hello was sent, and not answered yet
@@ -119,7 +135,7 @@ class HubClient(Link):
         if self._wire is None:
             return None
         if now >= self._count_at:
-            self._count_at = now + messages.BEAT_SECONDS
+            self._count_at = now + BEAT_SECONDS
             self._wire.count_silence(now)
         return self._count_at
 
@@ -182,13 +198,15 @@ class HubClient(Link):
             return
 
     def _take(self, now: float) -> None:
-        os.read(self._wake_r, 64)
-        while not self._connected.empty():
-            search, connection = self._connected.get_nowait()
-            if search == self._search:
-                self._ask(Wire(connection, self._selector))
-            else:
-                connection.close()
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 64)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                search, connection = self._connected.get_nowait()
+                if search == self._search:
+                    self._ask(Wire(connection, self._selector))
+                else:
+                    connection.close()
 
     # --- What hubs say --------------------------------------------------------------------
 
@@ -199,7 +217,7 @@ class HubClient(Link):
         hub = (message.number, message.pod)
         if message.uid != self._hello.uid:
             return Refused("this launcher belongs to another job", final=True)
-        if not messages.is_of_the_job(message, self._hello.token):
+        if not is_of_the_job(message, self._hello.token):
             return Refused("this hub does not know the secret of the launcher's job", final=False)
         if self._wire is not None and hub == self._followed:
             return Refused("this launcher is linked", final=False)
@@ -331,19 +349,32 @@ class Membership:
 
 
 def join(
-    config: LaunchConfig, selector: selectors.BaseSelector, tell: Callable[[str], None],
-    modified: Callable[[], int], newest: Callable[..., str | None], now: float,
-) -> Membership:  # fmt: skip
+    config: LaunchConfig,
+    selector: selectors.BaseSelector,
+    tell: Callable[[str], None],
+    modified: Callable[[], int],
+    newest: Callable[..., str | None],
+    now: float,
+) -> Membership:
     """Serve the hub, or connect to it. Alone, or without rounds, no socket is opened.
 
     ``modified``: newest mtime at the progress path, ``newest``: newest checkpoint, for the hub.
     """
     hello = Hello(
-        config.uid, config.pod, config.replica, config.attempt,
-        config.replicas, config.nproc, config.holds, running=not config.replacement,
-        standby=config.env.standby, held=-1 if config.replacement else config.replica,
-        rescues=config.env.rescue, hears=True, token=config.env.token,
-    )  # fmt: skip
+        config.uid,
+        config.pod,
+        config.replica,
+        config.attempt,
+        config.replicas,
+        config.nproc,
+        config.holds,
+        running=not config.replacement,
+        standby=config.env.standby,
+        held=-1 if config.replacement else config.replica,
+        token=config.env.token,
+        rescues=config.env.rescue,
+        hears=True,
+    )
     if config.hub_port is not None and config.replica > 0:
         return _follow(config, hello, selector, tell)
     listening: socket.socket | None = None
@@ -361,15 +392,18 @@ def join(
     unreachable = config.hub_port is not None and listening is None
     budget = 0 if unreachable else config.rounds_without_progress
     limits = Limits(budget, config.heal_after, config.env.final_exit_codes, config.hold_seconds)
-    hub, lead = _lead(config, hello, limits, listening, selector, modified, newest, tell)
-    hub.admit(hello, now)
+    lead = _lead(config, hello, limits, listening, selector, modified, newest, tell)
+    assert lead.hub is not None
+    lead.hub.admit(hello, now)
     return lead
 
 
 def _follow(
-    config: LaunchConfig, hello: Hello, selector: selectors.BaseSelector,
+    config: LaunchConfig,
+    hello: Hello,
+    selector: selectors.BaseSelector,
     tell: Callable[[str], None],
-) -> Membership:  # fmt: skip
+) -> Membership:
     assert config.hub_port is not None
     address = (config.master[0], config.hub_port)
     client = HubClient(address, hello, selector, tell, config.env.least_hub)
@@ -383,10 +417,15 @@ def _follow(
 
 
 def _lead(
-    config: LaunchConfig, hello: Hello, limits: Limits, listening: socket.socket | None,
-    selector: selectors.BaseSelector, modified: Callable[[], int],
-    newest: Callable[..., str | None], tell: Callable[[str], None],
-) -> tuple[Hub, Membership]:  # fmt: skip
+    config: LaunchConfig,
+    hello: Hello,
+    limits: Limits,
+    listening: socket.socket | None,
+    selector: selectors.BaseSelector,
+    modified: Callable[[], int],
+    newest: Callable[..., str | None],
+    tell: Callable[[str], None],
+) -> Membership:
     link = Link()
     server: HubServer | None = None
 
@@ -406,6 +445,6 @@ def _lead(
     if listening is not None:
         server = HubServer(listening, selector, hub, tell, link.lines)
         if config.env.replacement:
-            call = messages.Call(config.uid, config.attempt, config.pod, config.env.token)
+            call = Call(config.uid, config.attempt, config.pod, config.env.token)
             calls = Calls(config.others(), call, selector, hub.is_present, server.answered)
-    return hub, Membership(link, limits.budget > 0, hub, server, calls)
+    return Membership(link, limits.budget > 0, hub, server, calls)

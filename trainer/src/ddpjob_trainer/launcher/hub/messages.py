@@ -248,7 +248,8 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """Decode a line. Raises ValueError or TypeError for anything but a message.
 
-    A stranger may say Hello or Call only; launchers of this job say what is in the others.
+    A stranger may say Hello or Call only; what is within the others comes from launchers of this
+    job.
     """
     body = json.loads(line)
     if not isinstance(body, dict):
@@ -345,8 +346,10 @@ class Wire:
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self.received: Callable[[Message, float], None] = lambda message, now: None
         self.closed: Callable[[str, float], None] = lambda reason, now: None
-        self._socket, self._selector = connection, selector
-        self._in = self._out = b""
+        self._socket = connection
+        self._selector = selector
+        self._in = b""
+        self._out = b""
         self._open = True
         self.longest = MAX_LINE  # what a line may have
         self._silent = 0  # calls of count_silence since the last input
@@ -357,9 +360,10 @@ class Wire:
 
     def send(self, message: Message) -> None:
         """Send, or keep it until the connection takes it."""
-        if self._open:
-            self._out += encode(message)
-            self._flush()
+        if not self._open:
+            return
+        self._out += encode(message)
+        self._flush()
 
     def count_silence(self, now: float) -> None:
         """Count a second; fail when too many have passed without input.
