@@ -173,8 +173,9 @@ def test_who_writes_over_gloos_own_keys_is_a_lost_peer(text):
     """Gloo raises ValueError or MemoryError then, which would be charged as the script's."""
     store = HashStore()
     store.set("0//cpu//0/0", text)
+    second = timedelta(seconds=1)
     with pytest.raises(PeerLostError):
-        _group(store, card(1)._env, torch.device("cpu"))
+        _group(store, card(1)._env, torch.device("cpu"), second, second)
 
 
 @pytest.mark.fault("T19")

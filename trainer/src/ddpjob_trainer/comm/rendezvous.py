@@ -109,7 +109,9 @@ class _Waiting:
     """The deadline of a wait, and its log lines. ``named``: until when an address must resolve."""
 
     def __init__(self, rank: int, deadline: float, named: float) -> None:
-        self.rank, self.deadline, self._named = rank, deadline, named
+        self.rank = rank
+        self.deadline = deadline
+        self._named = named
         self._news = time.monotonic() + _NEWS_SECONDS
         self._pause = _FIRST_PAUSE_SECONDS
 
@@ -146,22 +148,25 @@ def _store(address: str, port: int, **options: Any) -> TCPStore:
 def _server(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
     """Serve the store; wait for a port that an ended attempt's process still holds."""
     assert env.master is not None
-    port = env.master[1]
     # Inherited from our launcher, which keeps the port over all rounds.
     listener = os.dup(env.store_fd) if env.store_fd is not None else None
     while True:
         try:
             # By "localhost": this pod's own service name may not resolve yet.
-            patience = timedelta(seconds=max(1.0, waiting.left()))
             return _store(
-                "localhost", port, is_master=True, timeout=patience, master_listen_fd=listener
+                "localhost",
+                env.master[1],
+                is_master=True,
+                timeout=timedelta(seconds=max(1.0, waiting.left())),
+                master_listen_fd=listener,
             )
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error) and "already in use" not in str(error):
                 # Nobody else is involved yet, so a restart would meet it again.
-                why = f"rank 0 cannot serve at MASTER_PORT={port}: {brief(error)}"
-                raise ConfigError(why) from error
-            waiting.pause(f"port {port} is in use")
+                raise ConfigError(
+                    f"rank 0 cannot serve at MASTER_PORT={env.master[1]}: {brief(error)}"
+                ) from error
+            waiting.pause(f"port {env.master[1]} is in use")
 
 
 def _client(env: WorkerEnvironment, waiting: _Waiting) -> TCPStore:
@@ -187,7 +192,9 @@ class _Card:
     """What rank 0 says of its incarnation to all who ask, sealed for its own ranks."""
 
     def __init__(self, env: WorkerEnvironment, seal: Seal, run: int) -> None:
-        self._env, self._seal, own = env, seal, env.identity
+        self._env = env
+        self._seal = seal
+        own = env.identity
         self._number = [own.attempt, own.round, run]
         # torchrun keeps one store over its restarts, hence the key per incarnation.
         self._key = f"{_IDENTITY_KEY}/{seal.prefix}" if env.agent_store else _IDENTITY_KEY
@@ -220,6 +227,11 @@ class _Card:
     def _other(self, note: bytes) -> str:
         """Say whose it may be. Raises PeerLostError for a younger incarnation of this job."""
         own = self._env.identity
+        if _is_unsigned(note, own):
+            raise PeerLostError(
+                "rank 0 runs an older ddpjob-trainer, which signs nothing: all pods of a gang need"
+                " one image. New pods of all of them have that"
+            )
         try:
             job, *facts, _, salt = json.loads(data_of(note[:_IDENTITY_BYTES]))
             numbers = [int(one) for one in facts]
@@ -238,6 +250,15 @@ class _Card:
             self._warned = True
             say(self._env.rank, forgery(self._key))
         return "rank 0 does not show that it is of this job: do all pods have the same image?"
+
+
+def _is_unsigned(note: bytes, own: Identity) -> bool:
+    """Tell whether version 0.1.0 has written it for this incarnation."""
+    try:
+        found: object = json.loads(note[:_IDENTITY_BYTES])
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, list) and found[:3] == [own.uid, own.attempt, own.round]
 
 
 def _hash(salt: str, own: Identity) -> str:
@@ -283,14 +304,13 @@ def _gather_all(board: Board, env: WorkerEnvironment, waiting: _Waiting, device:
     if env.rank == 0:
         devices = {0: device}
         while True:
-            known = len(devices)
-            for rank in set(range(env.world_size)) - devices.keys():
-                if (name := board.poll("here", 0, rank)) is not None:
-                    devices[rank] = name.decode()
-            missing = sorted(set(range(env.world_size)) - devices.keys())
+            missing = [rank for rank in range(env.world_size) if rank not in devices]
+            found = {rank: board.poll("here", 0, rank) for rank in missing}
+            devices |= {rank: name.decode() for rank, name in found.items() if name is not None}
+            missing = [rank for rank in missing if rank not in devices]
             if not missing:
                 break
-            if len(devices) > known:
+            if len(missing) < len(found):
                 waiting.advanced()
             names = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             waiting.pause(f"{len(missing)} of {env.world_size} ranks are missing: {names}", longest)
@@ -303,7 +323,10 @@ def _gather_all(board: Board, env: WorkerEnvironment, waiting: _Waiting, device:
 
 
 def _misfit(devices: Sequence[str]) -> str:
-    """Explain why these devices cannot train together, "" if they can: NCCL itself may wait."""
+    """Explain why these devices cannot train together, "" if they can.
+
+    NCCL itself would wait, or fail with another message.
+    """
     first: dict[str, int] = {}
     kinds, names = zip(*(device.split(" ", 1) for device in devices), strict=True)
     for rank, (kind, name) in enumerate(zip(kinds, names, strict=True)):
@@ -321,15 +344,19 @@ def _misfit(devices: Sequence[str]) -> str:
 
 
 def join(env: WorkerEnvironment, key: StoreKey, started: float, device: torch.device) -> World:
-    """Meet the other ranks; return this rank's World. Raises ConfigError, PeerLostError.
+    """Meet the other ranks; return this rank's World. ``started``: monotonic time from which the
+    deadline counts.
 
-    ``started``: monotonic time from which the deadline counts. ``device``: of this process.
+    ``device``: that of this process, see accelerator.choose(). Raises ConfigError, PeerLostError.
     """
     if dist.is_initialized():
         raise ConfigError(
             "there is a process group already: leave dist.init_process_group() out, ddp.start()"
             " makes it; and end each run with run.finish() before the next one starts"
         )
+    timeout = timedelta(seconds=env.deadlines.last_resort)
+    # All ranks are here now: a rank that does not connect soon has died in between.
+    connecting = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
     run = next(_RUNS)
     seal = Seal(key, env.identity, run)
     if env.world_size == 1:
@@ -339,27 +366,33 @@ def join(env: WorkerEnvironment, key: StoreKey, started: float, device: torch.de
         store = _rendezvous(env, seal, card, started + env.deadlines.startup, device)
         assert env.master is not None
         choose_interface(env.master[0])  # rank 0's name resolves by now
-    control = _group(store, env, device)
+        store.set_timeout(connecting)
+    control = _group(store, env, device, connecting, timeout)
     board = Board(store, seal, env.rank)
     world = World(env.rank, env.world_size, device, env.identity, control, board)
     holds_group(world, "control", "board")
     return world
 
 
-def _group(store: Store, env: WorkerEnvironment, device: torch.device) -> dist.ProcessGroup:
+def _group(
+    store: Store,
+    env: WorkerEnvironment,
+    device: torch.device,
+    connecting: timedelta,
+    timeout: timedelta,
+) -> dist.ProcessGroup:
     """Make the process groups; return the one for control. Raises ConfigError, PeerLostError."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=env.deadlines.last_resort)
-    # All ranks are here now: a rank that does not connect soon has died in between.
-    connecting = min(timeout, timedelta(seconds=_CONNECT_SECONDS))
-    store.set_timeout(connecting)
     try:
         with peer_loss():
             dist.init_process_group(
-                backend, store=store, rank=env.rank, world_size=env.world_size,
+                backend,
+                store=store,
+                rank=env.rank,
+                world_size=env.world_size,
                 timeout=connecting if backend == "gloo" else timeout,
-                device_id=device if backend == "nccl" else None,
-            )  # fmt: skip
+                device_id=device if device.type == "cuda" else None,
+            )
             control = dist.group.WORLD
             if backend != "gloo":
                 control = dist.new_group(backend="gloo", timeout=connecting)

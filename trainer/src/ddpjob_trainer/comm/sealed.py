@@ -73,7 +73,8 @@ class Board:
 
     def __init__(self, store: Store, seal: Seal, rank: int) -> None:
         self._store: Any = store
-        self._seal, self._rank, self.refusal = seal, rank, seal.refusal
+        self._seal = seal
+        self._rank = rank
         self._said: set[str] = set()  # kinds of forged notes
 
     def post(self, kind: str, number: int, rank: int, data: bytes) -> None:
@@ -108,6 +109,10 @@ class Board:
     def remove(self, kind: str, number: int, rank: int) -> None:
         """Remove a note that was read, to keep the store small."""
         self._store.delete_key(f"{kind}/{number}/{rank}")
+
+    def refusal(self, text: str) -> ConfigError | PeerLostError:
+        """See Seal.refusal()."""
+        return self._seal.refusal(text)
 
     def _ignore(self, kind: str, name: str, forged: bytes, instead: bytes) -> None:
         """Say it, and replace it unless the real one came meanwhile: it may be large."""

@@ -82,7 +82,10 @@ class World:
                 tensor.detach().copy_(flat.view(tensor.dtype).view(tensor.shape))
 
     def gather_bytes(self, what: str, data: bytes) -> list[bytes]:
-        """Gather all ranks' bytes on every rank. ``what``: the call; ConfigError if they differ."""
+        """Gather each rank's bytes on every rank.
+
+        ``what``: the call; ConfigError if calls differ.
+        """
         if self.size == 1:
             return [data]
         mark = what.encode() + b"\0"
@@ -181,7 +184,8 @@ class Message:
 
     def __init__(self, numbers: Numbers, work: dist.Work | None, reading: Reading) -> None:
         self._counts = {name: len(values) for name, values in numbers.items()}
-        self._work, self._reading = work, reading
+        self._work = work
+        self._reading = reading
 
     @cached_property
     def sums(self) -> dict[str, list[float]]:

@@ -65,12 +65,17 @@ def rounds(
     ``attempt``: of pods; the hub may be older. So these are rounds of the hubs until then in which
     no younger pod served, those of the youngest hub first.
     """
-    found = [seen for seen in folder.find(root) if round_ in (None, seen.folder.round)]
-    if uid is not None:
-        job = folder.round_folder(uid, 0, 0).job
-        found = [seen for seen in found if seen.folder.job == job]
+    found = [
+        seen
+        for seen in folder.find(root)
+        if (attempt is None or seen.folder.attempt <= attempt)
+        and round_ in (None, seen.folder.round)
+        and (
+            uid is None
+            or seen.folder == folder.round_folder(uid, seen.folder.attempt, seen.folder.round)
+        )
+    ]
     if attempt is not None:
-        found = [seen for seen in found if seen.folder.attempt <= attempt]
         found.sort(key=lambda seen: seen.folder.attempt, reverse=True)
     for seen in found:
         one = _round(root, seen)
@@ -80,7 +85,8 @@ def rounds(
 
 
 def _round(root: Path, seen: Seen) -> Round:
-    files, names = list[Evidence](), list[str]()
+    files: list[Evidence] = []
+    names: list[str] = []
     with contextlib.suppress(OSError), folder.opened(root, seen.folder.name) as fd:
         names = sorted(os.listdir(fd))  # noqa: PTH208 - relative to a descriptor
         for name in [name for name in names if _FILE.fullmatch(name)][:_MOST_FILES]:
@@ -167,8 +173,11 @@ def incident(found: Round) -> Incident:
     }
     if first := first_of(files):
         file, rank = first
-        facts["first"] = {**rank, "log": rank["log"][-_LAST_LINES:]}
-        facts |= {"firstReplica": file["replica"], "firstPod": file["pod"]}
+        facts |= {
+            "first": {**rank, "log": rank["log"][-_LAST_LINES:]},
+            "firstReplica": file["replica"],
+            "firstPod": file["pod"],
+        }
     kept = {name: value for name, value in facts.items() if value not in (None, [], {})}
     return cast("Incident", kept)
 
@@ -184,8 +193,9 @@ def first_of(files: Sequence[Evidence]) -> tuple[Evidence, RankEnd] | None:
     """
     everybody = [(file, rank) for file in files for rank in file["ranks"]]
     cause = _cause(files) or {}
-    alone = [pair for pair in everybody if pair[1]["end"] != "followed"]
-    named = [pair for pair in alone if pair[1]["rank"] == cause.get("rank")]
+    named = [
+        p for p in everybody if p[1]["rank"] == cause.get("rank") and p[1]["end"] != "followed"
+    ]
     failed = [pair for pair in everybody if pair[1]["end"] == "failed"]
     failed.sort(key=lambda pair: (pair[0]["at"], pair[1]["rank"]))
     over, silent = _split(files)
@@ -241,10 +251,12 @@ def add(commands: Any) -> None:
     """Add the command to the parser."""
     about = "last lines, ends and stacks of earlier rounds, kept beside the snapshots"
     top = commands.add_parser(
-        "evidence", help=about, epilog=_EPILOG,
+        "evidence",
+        help=about,
         description=f"Look at {about}. Reads only; safe beside a running job.",
+        epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     where = "the snapshot directory: <spec.snapshot.path>/<job name>, or the URL of uploads"
     for verb, text in {"ls": "list the rounds", "show": "print what one round left"}.items():
@@ -333,9 +345,15 @@ def _first(one: Incident) -> str:
 def _rest(one: Incident) -> str:
     parts = []
     first = one["first"]["rank"] if "first" in one else -1
-    ends = cast("Mapping[str, list[int]]", one)
-    for end in ("failed", "followed", "stopped", "running", "succeeded"):
-        ranks = [rank for rank in ends.get(end, []) if rank != first]
+    ends = {
+        "failed": one.get("failed", []),
+        "followed": one.get("followed", []),
+        "stopped": one.get("stopped", []),
+        "running": one.get("running", []),
+        "succeeded": one.get("succeeded", []),
+    }
+    for end, everybody in ends.items():
+        ranks = [rank for rank in everybody if rank != first]
         shown = ", ".join(map(str, ranks[:_MOST_SHOWN]))
         more = ", ..." if len(ranks) > _MOST_SHOWN else ""
         parts += [f"{end}: {shown}{more}"] if ranks else []
@@ -352,9 +370,13 @@ def in_words(rank: RankEnd) -> str:
 
 
 def show(
-    root: Path, uid: str | None = None, *, attempt: int | None = None,
-    round_: int | None = None, rank: int | None = None,
-) -> int:  # fmt: skip
+    root: Path,
+    uid: str | None = None,
+    *,
+    attempt: int | None = None,
+    round_: int | None = None,
+    rank: int | None = None,
+) -> int:
     """Print last lines and stacks of one round, all ranks or one; return 0."""
     for found in _rounds(root, uid, attempt=attempt, round_=round_):
         if any(_has(file, rank) for file in found.files):

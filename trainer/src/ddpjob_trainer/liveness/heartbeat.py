@@ -123,19 +123,20 @@ class _Body(TypedDict, total=False):
     snapshot_step: int
 
 
-def path_of(directory: Path, rank: int, what: str = "state") -> Path:
-    """Return the path of a rank's record, or of what else it shares with its launcher."""
-    return directory / f"rank-{rank}.{what}"
+def path_of(directory: Path, rank: int) -> Path:
+    """Return the path of a rank's record."""
+    return directory / f"rank-{rank}.state"
 
 
 class RankStateWriter:
     """Writes a worker's record. Without a directory (no launcher) only this process sees it."""
 
     def __init__(self, directory: Path | None, rank: int) -> None:
-        self._rank, self._directory = rank, directory
+        self._rank = rank
+        self._directory = directory
         self._block: mmap.mmap = mmap.mmap(-1, BLOCK)
         if directory is not None:
-            self._block = mapped(path_of(directory, rank), BLOCK)
+            self._block = _create(path_of(directory, rank))
         self._phase: Phase = "startup"
         self._activity: Activity = "start"
         self._ending: Ending = ""
@@ -155,14 +156,19 @@ class RankStateWriter:
         return found
 
     def mark(self, activity: Activity, now: float | None = None) -> None:
-        """Give a sign of life, at almost no cost. ``now``: monotonic, where it was just read."""
+        """Give a sign of life, several times per step and at almost no cost.
+
+        ``now``: monotonic seconds, if the caller has just read the clock.
+        """
         self._activity = activity
         self._marks += 1
-        at = time.monotonic() if now is None else now
-        phase, ending = _PHASE_NUMBERS[self._phase], _ENDINGS.index(self._ending)
         # Assigned, not pack_into: that clears the field first, and a reader would see zeros.
         self._block[_MARK_AT:_BODY_AT] = _MARK.pack(
-            self._marks, at, phase, _ACTIVITY_NUMBERS[activity], ending
+            self._marks,
+            time.monotonic() if now is None else now,
+            _PHASE_NUMBERS[self._phase],
+            _ACTIVITY_NUMBERS[activity],
+            _ENDINGS.index(self._ending),
         )
 
     def update(self, *, phase: Phase | None = None, **changes: Unpack[_Body]) -> None:
@@ -206,15 +212,15 @@ class RankStateWriter:
                 (self._directory / name).write_text(json.dumps(facts))
 
 
-def mapped(path: Path, size: int) -> mmap.mmap:
-    """Map a new file: another process may still map the old one. Raises OSError."""
+def _create(path: Path) -> mmap.mmap:
+    """Make a new file, since an earlier round's process may still map the old one."""
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         # Written, not truncated to size: so a full memory file system is an error here, and not a
         # SIGBUS at the first step.
-        os.pwrite(fd, bytes(size), 0)
-        return mmap.mmap(fd, size)
+        os.pwrite(fd, bytes(BLOCK), 0)
+        return mmap.mmap(fd, BLOCK)
     finally:
         os.close(fd)
 
@@ -231,13 +237,22 @@ def decode(data: bytes, rank: int) -> RankState | None:
         text_at = _TEXT_AT + _TEXT.size
         text = data[text_at : text_at + min(length, _MAX_EXCEPTION)].decode(errors="ignore")
         return RankState(
-            rank, _PHASES[phase], step, total,
+            rank=rank,
+            phase=_PHASES[phase],
+            step=step,
+            total_steps=total,
             loss=None if math.isnan(loss) else loss,
             samples_per_second=None if math.isnan(rate) else rate,
-            snapshot_step=snapshot_step, exception=text, ending=_ENDINGS[ending],
-            updated_at=updated_at, activity=ACTIVITIES[activity], pid=pid, marks=marks,
-            marked_at=marked_at, seconds=StepSeconds(*_SPENT.unpack_from(data, _SPENT_AT)),
-        )  # fmt: skip
+            snapshot_step=snapshot_step,
+            exception=text,
+            ending=_ENDINGS[ending],
+            updated_at=updated_at,
+            activity=ACTIVITIES[activity],
+            pid=pid,
+            marks=marks,
+            marked_at=marked_at,
+            seconds=StepSeconds(*_SPENT.unpack_from(data, _SPENT_AT)),
+        )
     except (error, IndexError):
         return None
 

@@ -53,9 +53,12 @@ class StepAccount:
             return self.sums
         new = step > self._reached
         self.sums = StepSeconds(
-            sums.trained + seconds, sums.repeated + (not new) * seconds,
-            sums.data + new * spent["data"], sums.snapshot + new * spent["snapshot"], now,
-        )  # fmt: skip
+            sums.trained + seconds,
+            sums.repeated + (not new) * seconds,
+            sums.data + new * spent["data"],
+            sums.snapshot + new * spent["snapshot"],
+            now,
+        )
         return self.sums
 
 
@@ -74,9 +77,12 @@ class Stragglers:
     """``spent()``: this rank's seconds of work and of waiting for data in the last ended step."""
 
     def __init__(
-        self, rank: int, size: int, spent: Callable[[], tuple[float, float]],
+        self,
+        rank: int,
+        size: int,
+        spent: Callable[[], tuple[float, float]],
         clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rank, self._size = rank, size if 1 < size <= MOST_RANKS else 0
         self._spent, self._clock = spent, clock
         self._began = clock()
