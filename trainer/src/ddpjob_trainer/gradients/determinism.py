@@ -6,8 +6,9 @@ became ready. A gradient's place in a bucket decides the order of additions in a
 restarted process, whose first step uses the first grouping, differs in the last bits from one that
 was never stopped (at two ranks a + b == b + a hides it). So the first synced backward of every
 process is run twice on one graph: once to learn the order, its gradients discarded, once for real.
-User code runs once. With find_unused_parameters the reducer never regroups, but walks the graph in
-each step, which costs 9 to 12 % of it on the CPU, and a loss that misses parameters passes.
+User code runs once. With find_unused_parameters the reducer never regroups, and no warm-up is
+needed (torchft's way); but it walks the graph in each step, 9 to 12 % of forward and backward of
+12 to 148 small parameters at 3 ranks on the CPU, and a loss that misses parameters passes.
 """
 
 from __future__ import annotations

@@ -350,11 +350,21 @@ class PreparedModels:
         }
         earlier = [unit.optimizer for unit in self.updater.units]
         check_parameters(named, list(optimizers.values()), earlier)
-        parts = (part for module in models.values() for part in module.modules())
-        sync, several = any(isinstance(p, torch.nn.SyncBatchNorm) for p in parts), len(known) > 1
-        for one in (*(model.options for model in self.models), options):
-            device = self._world.device.type
-            refuse_incompatible(Facts(self._options, one, device, sync, several))
+        has_sync_batchnorm = any(
+            isinstance(part, torch.nn.SyncBatchNorm)
+            for module in models.values()
+            for part in module.modules()
+        )
+        for model in (*(model.options for model in self.models), options):
+            refuse_incompatible(
+                Facts(
+                    self._options,
+                    model,
+                    self._world.device.type,
+                    has_sync_batchnorm=has_sync_batchnorm,
+                    several_models=len(known) > 1,
+                )
+            )
 
     def _check_model(self, name: str, module: torch.nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
