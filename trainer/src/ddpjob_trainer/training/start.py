@@ -179,8 +179,8 @@ def _snapshot_settings(given: SnapshotSettings, asked: Snapshots) -> SnapshotSet
     url = given.upload if asked.upload is None else asked.upload
     if url:
         check_upload(url, directory)
-    every = given.every_steps if asked.every is None else asked.every
     # The status knows of those in the job's directory. What ended with a pod is missed by nobody.
+    every = given.every_steps if asked.every is None else asked.every
     known = directory == given.directory and (url or not given.ends_with_pod)
     return replace(
         given,
@@ -197,9 +197,9 @@ def _snapshot_settings(given: SnapshotSettings, asked: Snapshots) -> SnapshotSet
 
 def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
     """Raise ConfigError for a second run, as of another fold, that would go on with the first."""
-    directory = settings.directory
-    if directory is None or not settings.resume:
+    if settings.directory is None or not settings.resume:
         return
+    directory = settings.directory
     if total_steps <= _BEGUN.get(directory, -1):
         raise ConfigError(
             f"a run before in this process has its snapshots in {directory}, too: this one would go"
