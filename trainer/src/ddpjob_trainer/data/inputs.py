@@ -198,7 +198,10 @@ class Indexed:
         return Work(self.order.samples(positions), positions)
 
     def next(self, step: int, number: int, positions: Indices) -> Any:
-        """Return this rank's batch ``number`` of a step, on the CPU. Raises ConfigError."""
+        """Return batch ``number`` of this rank's in a step, on the CPU.
+
+        Raises ConfigError for another dataset.
+        """
         begun = self.own["length"]
         if not step % self.order.steps_per_epoch and (now := len(self._source.dataset)) != begun:
             raise ConfigError(

@@ -114,7 +114,10 @@ class DivergenceCheck:
         return self._every > 0 and (needed or step % self._every == 0)
 
     def check(self, step: int, module: torch.nn.Module, registered: Mapping[str, Stateful]) -> None:
-        """Raise DivergedError on every rank when they differ in models or ``registered`` state."""
+        """Raise DivergedError on every rank when they differ.
+
+        ``module`` holds the models, ``registered`` the state shared by all ranks beside them.
+        """
         tensors: dict[str, torch.Tensor] = dict(module.named_parameters())
         if self._buffers:
             tensors |= stateful.persistent_buffers(module)

@@ -251,7 +251,10 @@ _HASH_SHARE = 0.01  # of all steps, at most, for hashes that only a single survi
 
 
 class Rescue:
-    """One process's side of it. ``hold()`` and the thread may run before, beside, after a step."""
+    """One process's side of it. ``hold()`` and the thread may run before, beside and after a step.
+
+    ``directory``: the launcher's, for this round.
+    """
 
     def __init__(self, directory: Path, world: World, snapshots: SnapshotManager) -> None:
         self._directory, self._world, self._snapshots = directory, world, snapshots

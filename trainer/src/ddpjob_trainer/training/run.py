@@ -261,6 +261,7 @@ class Run:
         """
         given = evaluation.check(locals())
         trained = self._ready("evaluate()")
+        mean = given.reduce == "mean"
         world = self._process.world
         step = self._loop.step if self._loop is not None and self._loop.within_step else None
         if self._process.rescue is not None and step is not None and step.committed:
@@ -274,10 +275,13 @@ class Run:
             self.evaluating(ema=ema, model=model) as module,
             stateful.preserved_buffers(module, ema),
         ):
-            alive = partial(self._process.progress.at, "evaluation")
-            share = evaluation.share_of_metric(module, source, metric, world, given, alive)
+            share = evaluation.share_of_metric(
+                module, source, metric, world,
+                batch_size=given.batch_size, workers=given.workers, mean=mean,
+                alive=lambda: self._process.progress.at("evaluation"),
+            )  # fmt: skip
         with self._process.progress.during("agreement"), self._together("run.evaluate()"):
-            found = evaluation.total(share, world, mean=given.reduce == "mean")
+            found = evaluation.total(share, world, mean=mean)
         self._process.recorder.logged(self._step_to_log(), "evaluate()", found)
         return found
 
