@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import torch
@@ -52,15 +51,15 @@ class Reading:
         return found
 
 
-@dataclass(frozen=True, slots=True)
 class Read:
     """One number of a Reading, which float() waits for."""
 
-    reading: Reading
-    index: int
+    def __init__(self, reading: Reading, index: int) -> None:
+        self._reading = reading
+        self._index = index
 
     def __float__(self) -> float:
-        return self.reading.values()[self.index]
+        return self._reading.values()[self._index]
 
 
 class Accelerator:

@@ -62,9 +62,7 @@ class ElasticAveraging:
         """
         _refuse(module)
         model = Wrapped(module)  # gives every rank rank 0's parameters and buffers
-        # Free DDP's reducer, whose idle buckets are as large as the gradients.
-        setattr(model, "logger", None)  # noqa: B010 - it holds the reducer
-        setattr(model, "reducer", _NoReducer())  # noqa: B010
+        _free_reducer(model)
         holds_group(model, *OF_DDP)
         model.require_backward_grad_sync = False  # as no_sync() does for a while
         model.require_forward_param_sync = False
@@ -102,7 +100,10 @@ class ElasticAveraging:
     def backward(
         self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
     ) -> None:
-        """Compute a part's gradients; add the finished shard before it to the tree."""
+        """Compute a part's gradients; add the finished shard before it to the tree.
+
+        A part may have several losses.
+        """
         micro, shard = self._options.micro_batches, self._parts[number].shard
         if shard != self._shard:
             self._end_shard()
@@ -115,8 +116,12 @@ class ElasticAveraging:
         self._buffers.check()
 
     def _end_shard(self) -> None:
-        if self._shard is None:
-            return
+        if self._shard is not None:
+            self._partial.push(self._shard, self._take())
+            self._shard = None
+
+    def _take(self) -> Gradients:
+        """Return the gradients and clear them: each shard starts from none."""
         gradients: Gradients = []
         for parameter in self._parameters:
             gradient = parameter.grad
@@ -126,9 +131,8 @@ class ElasticAveraging:
                     " Embedding(sparse=False), or level='resume'"
                 )
             gradients.append(gradient)
-            parameter.grad = None  # each shard starts from none
-        self._partial.push(self._shard, gradients)
-        self._shard = None
+            parameter.grad = None
+        return gradients
 
     def share_buffers(self) -> None:
         """Do nothing: they are equal on all ranks."""
@@ -193,6 +197,12 @@ class _NoReducer:
 
     def _rebuild_buckets(self) -> bool:
         return False
+
+
+def _free_reducer(model: DistributedDataParallel) -> None:
+    """Free DDP's reducer, whose idle buckets are as large as the gradients."""
+    setattr(model, "logger", None)  # noqa: B010 - it holds the reducer
+    setattr(model, "reducer", _NoReducer())  # noqa: B010
 
 
 def _refuse(module: torch.nn.Module) -> None:

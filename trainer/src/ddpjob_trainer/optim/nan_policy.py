@@ -89,7 +89,7 @@ class NanPolicy:
         self,
         step: int,
         module: torch.nn.Module,
-        losses: Sequence[Number],
+        losses: Sequence[float],
         reported: Sequence[float] | None,
     ) -> None:
         """Account for an update that allows() has forbidden.
@@ -123,7 +123,7 @@ class NanPolicy:
         self,
         step: int,
         loss: float,
-        losses: Sequence[Number],
+        losses: Sequence[torch.Tensor],
         reported: Sequence[float],
         refused: int,
     ) -> None:
@@ -132,14 +132,16 @@ class NanPolicy:
         Raises DivergedError where ranks disagree, or where gradients did not show the loss.
         """
         if self._late and reported[2] == self._world.size:
+            values = [float(value) for value in losses]
             raise DivergedError(
-                f"step {step}: gradients are not finite; {self._losses(losses, reported)}. The"
+                f"step {step}: gradients are not finite; {self._losses(values, reported)}. The"
                 " update was made, since a GPU's answer is read a step later; no snapshot was made"
                 " of it. start(nan_policy='skip') leaves such updates out"
             )
         self._check_agreement(step, reported, refused)
         if self._policy == "stop" and not math.isfinite(loss):
-            raise DivergedError(f"step {step}: {self._losses(losses, reported)}")
+            values = [float(value) for value in losses]
+            raise DivergedError(f"step {step}: {self._losses(values, reported)}")
 
     def _check_agreement(
         self, step: int, reported: Sequence[float], refused: int, first: str = ""
@@ -153,8 +155,8 @@ class NanPolicy:
                 " hardware"
             )
 
-    def _losses(self, mine: Sequence[Number], reported: Sequence[float] | None) -> str:
-        value = next((x for x in map(float, mine) if not math.isfinite(x)), None)
+    def _losses(self, mine: Sequence[float], reported: Sequence[float] | None) -> str:
+        value = next((x for x in mine if not math.isfinite(x)), None)
         if reported is None:
             return (
                 f"of this rank's losses {'each is finite' if value is None else f'one is {value}'}"
@@ -194,7 +196,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 def _any_odd(values: Sequence[Number]) -> Number:
     """Return 1.0 if one of them is not finite, else 0.0."""
     measured = [value for value in values if isinstance(value, torch.Tensor)]
-    finite = all(isinstance(value, torch.Tensor) or math.isfinite(value) for value in values)
-    if not measured or not finite:
-        return float(not finite)
+    known = [value for value in values if not isinstance(value, torch.Tensor)]
+    if not measured or not all(map(math.isfinite, known)):
+        return float(not all(map(math.isfinite, known)))
     return (~torch.isfinite(torch.stack(measured))).any().double()

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 import torch
@@ -376,7 +377,10 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
         self._teardown.finish(error)
 
     # --- Inside --------------------------------------------------------------------------
