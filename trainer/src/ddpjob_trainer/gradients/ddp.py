@@ -253,7 +253,11 @@ class DdpAveraging:
 
     @torch.no_grad()
     def _average(self, group: Sequence[torch.nn.Parameter]) -> None:
-        """Replace each gradient by its mean, in the parameters' order; a missing one is zeros."""
+        """Replace each gradient by its mean; where a rank has none it counts as zeros.
+
+        Their order is that of the parameters, so none has to be learnt first. The price:
+        communication begins only when the last backward has ended.
+        """
         ranks, rank = self._world.size, self._world.rank
         if id(group) not in self._means:
             self._means[id(group)] = Means(group, count=ranks, ranks=ranks, rank=rank)
@@ -274,7 +278,10 @@ class DdpAveraging:
             torch._foreach_copy_([gradient for gradient, _ in pairs], [mean for _, mean in pairs])
 
     def _check_frozen(self) -> None:
-        """Raise ConfigError: the reducer waits for what froze since, and ignores what unfroze."""
+        """Raise ConfigError for a changed requires_grad.
+
+        The reducer waits for a parameter frozen after prepare(), and ignores one unfrozen since.
+        """
         frozen = not all(map(_REQUIRES_GRAD, self._parameters))
         if frozen or any(parameter.grad is not None for parameter in self._frozen):
             raise ConfigError(

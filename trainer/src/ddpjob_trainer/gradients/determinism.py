@@ -108,7 +108,11 @@ def warmed_up(model: DistributedDataParallel, loss: torch.Tensor) -> Iterator[No
 
 @contextlib.contextmanager
 def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield minimum and maximum of this rank's own gradients, before averaging, by name."""
+    """Yield the minimum and maximum of each gradient of the newest backward, by name.
+
+    They are this rank's own, before averaging: independent of communication hooks and of the order
+    of additions.
+    """
     found: dict[str, torch.Tensor] = {}
 
     def look(name: str, gradient: torch.Tensor | None) -> None:
@@ -133,9 +137,13 @@ def _extremes(model: DistributedDataParallel) -> Iterator[dict[str, torch.Tensor
 
 
 def _different(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> str | None:
-    """Return the first gradient that differs more than nondeterministic kernels make it."""
+    """Return the first gradient that differs more than nondeterministic kernels make it.
+
+    One that adds up to zero consists of such differences, hence a share of the largest. Values that
+    are not finite do not count.
+    """
     sizes = {name: float(extremes.abs().max()) for name, extremes in second.items()}
-    least = 1e-5 * max(sizes.values(), default=0.0)  # for one that adds up to zero
+    least = 1e-5 * max(sizes.values(), default=0.0)
     for name, extremes in first.items():
         bound = 1e-2 * sizes[name] + least
         if any((extremes.double() - second[name].double()).abs() > bound):
@@ -144,7 +152,10 @@ def _different(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Ten
 
 
 def is_reduced(model: DistributedDataParallel) -> bool:
-    """Return whether a backward's gradients were reduced; DDP says so after the update only."""
+    """Return whether all gradients of a backward have been reduced.
+
+    DDP itself reports that only in the next forward, after an update has applied local ones.
+    """
     reducer: Any = model.reducer
     try:
         reducer._check_reducer_finalized()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -92,8 +91,11 @@ def _weights(device: torch.device) -> torch.Tensor:
 
 def _first_difference(theirs: _Hashes, mine: _Hashes) -> int | None:
     """Return the first index where they differ, or one of them ends, None if equal."""
-    both = enumerate(zip_longest(theirs, mine))
-    return next((place for place, (one, other) in both if one != other), None)
+    both = min(len(theirs), len(mine))
+    different = np.flatnonzero(theirs[:both] != mine[:both])
+    if len(different):
+        return int(different[0])
+    return both if len(theirs) != len(mine) else None
 
 
 class DivergenceCheck:
@@ -110,7 +112,10 @@ class DivergenceCheck:
         self._states_compared = False
 
     def due(self, step: int, *, needed: bool) -> bool:
-        """Return whether to compare after this step. ``needed``: a snapshot or the end follows."""
+        """Return whether to compare after this step. ``needed``: a snapshot or the end follows.
+
+        A diverged state must neither become a snapshot nor end silently.
+        """
         return self._every > 0 and (needed or step % self._every == 0)
 
     def check(self, step: int, module: torch.nn.Module, registered: Mapping[str, Stateful]) -> None:

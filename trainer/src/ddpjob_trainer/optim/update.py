@@ -407,8 +407,11 @@ def check_parameters(
 
 
 def _needs_arguments(obj: Any) -> bool:
-    """Return whether step() needs arguments, as LBFGS's does."""
-    try:  # of the class: a scheduler hides an optimizer's own step() behind another
+    """Return whether step() needs arguments, as LBFGS's does.
+
+    Asks the class, since a scheduler hides an optimizer's own step() behind another.
+    """
+    try:
         inspect.signature(type(obj).step).bind(obj)
     except TypeError:
         return True

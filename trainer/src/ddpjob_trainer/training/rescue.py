@@ -330,7 +330,10 @@ class Rescue:
         return [*self._boundary.digest(), *self._hash()]
 
     def _hash(self) -> list[float]:
-        """Return numbers by which ranks vouch for each other, and each rank's steps to the next."""
+        """Return numbers by which the ranks vouch for each other, as long as they live.
+
+        And, each in its place: after how many steps a hash costs this rank its share.
+        """
         waits = [0.0] * self._world.size
         number, boundary, begun = 0, self._boundary, time.perf_counter()
         assert boundary is not None

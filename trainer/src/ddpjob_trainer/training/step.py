@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -21,6 +21,18 @@ LEFT_OUT = (
 )
 
 
+class _Work(Protocol):
+    """Updates, which imports this module."""
+
+    exchange: Any  # StepExchange
+
+    def backward(
+        self, step: Step, loss: torch.Tensor, *, weight: float | None, retain_graph: bool
+    ) -> None: ...
+    def update(self, step: Step, optimizers: Sequence[torch.optim.Optimizer]) -> None: ...
+    def commit(self, step: Step) -> None: ...
+
+
 @dataclass(slots=True)
 class Step:
     """Hold one step of the loop: run.steps() yields it, step.commit() ends it.
@@ -31,7 +43,7 @@ class Step:
     ``epoch`` counts from 0 too. Of a stream it is this process's own.
     """
 
-    work: Any  # Updates, which imports this module
+    work: _Work
     index: int
     parts: Sequence[Part]
     batches: Iterator[Any]
@@ -125,7 +137,10 @@ class Step:
         return min(self.consumed, newest)
 
     def check_forward(self) -> None:
-        """Raise ConfigError for a batch that has had no forward: its random numbers are over."""
+        """Refuse to go on from a batch without forward: its random numbers are over.
+
+        Raises ConfigError, unless the batch has had its backward and the step was committed since.
+        """
         if self.consumed < self.received:
             raise ConfigError(
                 "level='elastic': the loop went on in step.batches before the forward of the batch"

@@ -85,7 +85,7 @@ class Updates:
         shutdown = self._process.shutdown
         self._device_watch.queued("forward")
         # Where nobody waits for another ranks may have more calls than others.
-        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening:
+        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening():
             scaled = self._trained.updater.scale(marked)
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
 
@@ -148,7 +148,10 @@ class Updates:
         step.committed = True  # what follows the body is in Loop._end
 
     def _average(self, units: Sequence[Unit]) -> tuple[list[Unit], bool]:
-        """Average gradients; return the units that one has reached, and whether to apply them."""
+        """Make the gradients of these optimizers' parameters equal on all ranks.
+
+        Return those of several that a gradient has reached, and whether they may be applied.
+        """
         updater, averaging = self._trained.updater, self._process.averaging
         # First what this rank can refuse alone.
         self._process.progress.at("backward")
@@ -189,7 +192,11 @@ class Updates:
             self._backup.put_back()
 
     def _before_update(self, step: Step, units: Sequence[Unit]) -> bool:
-        """Call the hooks, with random numbers equal on all ranks; return whether to apply all."""
+        """Call the hooks; return whether the gradients may be applied all the same.
+
+        They draw numbers that are equal on all ranks, as their gradients are, and that nothing else
+        depends on.
+        """
         updater = self._trained.updater
         with generators.kept():
             generators.reseed(self._options.seed, step.index, -1 - step.updates)
