@@ -25,13 +25,13 @@ MAX_NAME = 70  # letters of a test's name
 MOST_LINES = {
     "contract/src": 914,
     "operator/src": 12_017,
-    "trainer/src": 27_767,
+    "trainer/src": 28_542,
     "tools/src": 5_390,
     "plugin/src": 5_014,
     "dev/bench": 4_607,
     "dev/devcluster": 3_868,
     "studies": 3_826,
-    "tests": 64_094,
+    "tests": 64_110,
 }
 MOST_WORDS = 45_286  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
