@@ -42,15 +42,19 @@ def repeats_nothing(training: Training, undisturbed: Outcome) -> None:
         assert [int(line.split()[0]) for line in lines] == list(range(STEPS))
 
 
-@pytest.mark.tier("gate")  # the switch is off
-@pytest.mark.parametrize(("launchers", "rank"), [(1, 0), (3, 0), (3, 2)])
-def test_no_finished_step_is_done_again(training, tmp_path, undisturbed, launchers, rank):  # type: ignore[no-untyped-def]
+def start_three(training, launchers: int, tmp_path):  # type: ignore[no-untyped-def]
     env = {**patched(tmp_path, PATIENT), **ON}
-    training.hold(f"1-0-step-{KILLED}-{rank}")
     if launchers == 1:
         training.launch(*COLD, **env)
     else:
         training.attempt(1, *COLD, **env)
+
+
+@pytest.mark.tier("gate")  # the switch is off
+@pytest.mark.parametrize(("launchers", "rank"), [(1, 0), (3, 0), (3, 2)])
+def test_no_finished_step_is_done_again(training, tmp_path, undisturbed, launchers, rank):  # type: ignore[no-untyped-def]
+    training.hold(f"1-0-step-{KILLED}-{rank}")
+    start_three(training, launchers, tmp_path)
     (pid,) = training.at(f"1-0-step-{KILLED}", [rank])
     await_snapshot(training.directory / "snapshots" / "00000001", KILLED // 4 * 4)
     kill(pid)
@@ -65,12 +69,8 @@ def test_no_finished_step_is_done_again(training, tmp_path, undisturbed, launche
 @pytest.mark.parametrize("launchers", [1, 3])
 def test_rank_0_does_what_it_had_to_do_after_commit(training, tmp_path, undisturbed, launchers):  # type: ignore[no-untyped-def]
     """The others hold the step after it: with that, rank 0's line of it would be missing."""
-    env = {**patched(tmp_path, PATIENT), **ON}
     training.hold(f"1-0-committed-{KILLED}-0")
-    if launchers == 1:
-        training.launch(*COLD, **env)
-    else:
-        training.attempt(1, *COLD, **env)
+    start_three(training, launchers, tmp_path)
     (pid,) = training.at(f"1-0-committed-{KILLED}", [0])
     await_snapshot(training.directory / "snapshots" / "00000001", KILLED // 4 * 4)
     kill(pid)

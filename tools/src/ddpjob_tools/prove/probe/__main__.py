@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import torch
 
-from ddpjob_tools.prove.probe.recorder import Recorder, Watched
+from ddpjob_tools.prove.probe.recorder import Recorder
 
 
 def main(words: list[str]) -> None:
@@ -25,8 +25,7 @@ def main(words: list[str]) -> None:
     order: dict[str, Any] = json.loads(words[0])
     script, *_ = arguments = words[1:]
     first = os.environ.get("RANK", "0") in ("", "0")
-    watched = Watched(Path(order["watch"]))
-    Recorder(Path(order["out"]), watched, first, order["stop_at"]).start()
+    Recorder(Path(order["out"]), Path(order["watch"]), first, order["stop_at"]).start()
     if order["seed"] is not None:  # as lines at the script's head would
         for seed in (random.seed, torch.manual_seed, numpy.random.seed):
             seed(order["seed"])

@@ -140,13 +140,13 @@ class _Since:
 class Recorder:
     """The hooks of one process, and of those that are forked from it."""
 
-    def __init__(self, out: Path, watched: Watched, first: bool, stop_at: int | None) -> None:
+    def __init__(self, out: Path, watch: Path, first: bool, stop_at: int | None) -> None:
         """Write below ``out``; after step ``stop_at`` of this process stop, to be killed there.
 
-        ``first``: this rank notes files.
+        ``first``: this rank notes the files that are written below ``watch``.
         """
-        self._out = out
-        self._watched, self._first = watched, first
+        self._out, self._watch = out, watch
+        self._watched = Watched(watch) if first else None
         self._stop_at = stop_at
         self._since = _Since()
         self._depth = 0
@@ -246,7 +246,7 @@ class Recorder:
             "empty": not any(states),
             "hyper": [_hyperparameters(group) for group in optimizer.param_groups],
         }
-        if self._first:
+        if self._watched is not None:
             self._before["files"] = self._watched.changed()
 
     def _end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -280,8 +280,9 @@ class Recorder:
         }
         self._steps += 1
         if self._steps == self._stop_at:
-            settled = self._watched.settle()
-            line |= {"files": line["files"] | settled} if self._first else {}
+            written = (self._watched or Watched(self._watch)).settle()
+            if self._watched is not None:
+                line["files"] |= written
         self._write(line, weights)
         if self._steps == self._stop_at:
             os.kill(os.getpid(), signal.SIGSTOP)
