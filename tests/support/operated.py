@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from support.launching import PATHS, free_ports, launch, page
@@ -69,6 +70,7 @@ class Operated(Training):
             old = self.launchers[replica]
             old.communicate()
             self.gone.append(old)
+            self._failed_gpu(replica).unlink(missing_ok=True)
             self.launchers[replica] = self._pod(replica)
 
     def succeed(self, replica: int) -> Any:
@@ -83,6 +85,13 @@ class Operated(Training):
 
     def lose(self, *replicas: int) -> None:
         kill(*(self.launchers[replica].pid for replica in replicas))
+
+    def break_gpu(self, replica: int) -> None:
+        """Its rank fails so at the place where it is held."""
+        self._failed_gpu(replica).touch()
+
+    def _failed_gpu(self, replica: int) -> Path:
+        return self.directory / f"gpu-failed-{replica}"
 
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(page(self.pages, "state?uid=uid"))

@@ -52,6 +52,8 @@ def come_to(place):
     if any(path.exists() for path in held):
         (directory / f"at-{{life}}-{{place}}-{{rank}}").write_text(f"{{os.getpid()}}\\n")
         while any(path.exists() for path in held):
+            if (directory / f"gpu-failed-{{rank}}").exists():
+                raise RuntimeError("CUDA error: uncorrectable ECC error")
             time.sleep(0.005)
 
 come_to("import")

@@ -22,11 +22,12 @@ def gang(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Operated]:
     found.end()
 
 
-@pytest.mark.fault("T5")
+@pytest.mark.fault("N13", "T5")
 def test_each_pod_in_turn_is_lost_and_only_it_is_replaced(gang, undisturbed):
     """In the midst of the second epoch; the pod with the hub comes last.
 
-    The others' workers wait as well, or for the lost one, and notice its end by themselves.
+    The first's GPU fails. The others' workers wait as well, or for the lost one, and notice its end
+    by themselves.
     """
     gang.hold("1-0-step-11", "1-1-step-12-2", "1-2-step-13-0")
     gang.begin()
@@ -35,13 +36,13 @@ def test_each_pod_in_turn_is_lost_and_only_it_is_replaced(gang, undisturbed):
     for place, (replica, ranks) in places.items():
         workers = gang.at(place, ranks)
         assert (gang.state()["attempt"], gang.state()["holds"]) == (1, True)
-        gang.lose(replica)
+        gang.break_gpu(1) if replica == 1 else gang.lose(replica)
         gang.until(lambda pids=workers: not any(map(alive, pids)), "all workers have ended")
         survivors = [one for one in range(3) if one != replica]
         assert all(gang.launchers[one].poll() is None for one in survivors), "they hold"
         gang.replace(replica)
     assert gang.codes() == [0, 0, 0], gang.errors
-    assert [one.returncode for one in first] == [-9] * 3, "each was lost once, and nothing else"
+    assert [one.returncode for one in first] == [-9, 74, -9], "each was lost once, and nothing else"
     assert gang.outcome() == undisturbed
     assert gang.report()["round"] == 0, "of hub 4"
 
