@@ -28,10 +28,10 @@ MOST_LINES = {
     "trainer/src": 28_542,
     "tools/src": 5_390,
     "plugin/src": 5_014,
-    "dev/bench": 4_607,
+    "dev/bench": 4_616,
     "dev/devcluster": 3_868,
     "studies": 3_826,
-    "tests": 64_110,
+    "tests": 64_122,
 }
 MOST_WORDS = 45_286  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

@@ -90,9 +90,18 @@ def _mlp() -> nn.Module:
     )
 
 
+def _wide() -> nn.Module:
+    """Have 100 MB of state: 8.9 million parameters and AdamW's two moments of each."""
+    wide = (nn.Linear(2048, 2048), nn.ReLU())
+    return nn.Sequential(
+        nn.Linear(256, 2048), nn.ReLU(), *wide, nn.Linear(2048, 2048), nn.Linear(2048, 10)
+    )
+
+
 WORKLOADS = {
     "cnn": Workload(_cnn, lambda: torch.randn(2048, 1, 16, 16), 10, 32, 0.05),
     "mlp": Workload(_mlp, lambda: torch.randn(2048, 256), 10, 64, 2.0),
+    "wide": Workload(_wide, lambda: torch.randn(2048, 256), 10, 16, 25.0),
     "slow": Workload(
         _cnn, lambda: torch.randn(2048, 1, 16, 16), 10, 24, 0.05, sample_seconds=0.005, workers=4
     ),
