@@ -54,8 +54,7 @@ for step in run.steps(dataset):
     if step.index == args.overflow_at:
         before = run.weights_sha256()
     for x, y in step.batches:
-        output = model(x)
-        loss = nn.functional.cross_entropy(output, y)
+        loss = nn.functional.cross_entropy(model(x), y)
         if step.index == args.overflow_at and run.rank == run.world_size - 1:
             loss = loss * 1e38  # finite, but not after scaling
         step.backward(loss)
@@ -65,9 +64,17 @@ for step in run.steps(dataset):
         if run.is_main:
             print(f"overflow on the last rank: update left out: {left_out}, scale now {scale:.0f}")
 
-right = run.evaluate(dataset, lambda module, b: (module(b[0]).argmax(1) == b[1]).sum())
+
+def count_right(module: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    output = module(batch[0])
+    inside["outputs"] = output.dtype
+    return (output.argmax(1) == batch[1]).sum()
+
+
+right = run.evaluate(dataset, count_right)
 if run.is_main:
+    outputs = inside.pop("outputs")
     print("layers give", ", ".join(str(dtype) for dtype in inside.values()))
-    print(f"outputs {output.dtype}, parameters {next(model.parameters()).dtype}")
+    print(f"outputs {outputs}, parameters {next(model.parameters()).dtype}")
     print(f"accuracy={right / len(dataset):.3f}", flush=True)
 run.finish()

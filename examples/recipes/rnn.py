@@ -82,6 +82,7 @@ for step in run.steps(windows):
     for batch in step.batches:
         step.backward(loss_of(model, batch))
     step.commit()
-if run.is_main:
-    print(f"last_loss={step.loss:.3f} knowing_nothing={torch.tensor(len(letters)).log():.3f}")
+    # Here, not after the loop: a restart after the last step finds no `step` there.
+    if run.is_main and step.index + 1 == args.total_steps:
+        print(f"last_loss={step.loss:.3f} knowing_nothing={torch.tensor(len(letters)).log():.3f}")
 run.finish()

@@ -28,7 +28,9 @@ from support.snapshots import await_snapshot
 
 DATA = TensorDataset(torch.randn(60, 4, generator=torch.Generator().manual_seed(1)))
 TOTAL, END = 30, 23  # ten steps to an epoch: the end is in the midst of the third
-SAID = f"the run is finished, after step {END}: nothing is left to train"
+SAID = (
+    f"the run is finished, after step {END}: nothing is left to train. The loop's body does not run"
+)
 
 ALL_0 = dict.fromkeys(range(3), 0)
 

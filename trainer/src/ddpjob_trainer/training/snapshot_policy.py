@@ -116,7 +116,8 @@ class SnapshotPolicy:
         if self.finished:
             self._say(
                 f"the run is finished, after step {self.resumed_after}: nothing is left to train."
-                " To go on, ask for more steps than then; to train from the start, take another"
+                " The loop's body does not run, so names that only the body sets do not exist after"
+                " it. To go on, ask for more steps than then; to train from the start, take another"
                 " snapshot directory"
             )
         else:
