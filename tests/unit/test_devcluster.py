@@ -5,19 +5,17 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from devcluster import Failure, binaries, cluster, host, lifecycle, process
+from devcluster import Failure, binaries, cluster, process
 from devcluster.cli import main
 from devcluster.cluster import Cluster, Wanted
 from devcluster.layout import MAX_INDEX, MAX_NODES, SERVICE_NETWORK, Layout, check_name, free_index
 from devcluster.node import network, volumes
-from devcluster.process import Register
 from support.cluster import wait_for
 from support.patience import PATIENCE
 
@@ -75,16 +73,6 @@ def test_a_cluster_is_read_back_grows_and_a_damaged_record_is_named(home, capsys
     (home / "one" / "cluster.json").write_text("{}")
     with pytest.raises(Failure, match=r"one/cluster\.json is damaged"):
         cluster.load("one")
-
-
-def test_a_node_that_was_ready_before_its_kubelet_started_is_not_yet():
-    reported = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    condition = {"type": "Ready", "status": "True", "lastHeartbeatTime": f"{reported:%FT%TZ}"}
-    node: dict[str, Any] = {"status": {"conditions": [condition]}, "spec": {}}
-    assert lifecycle.is_ready(node, reported.timestamp())
-    assert not lifecycle.is_ready(node, reported.timestamp() + 1)
-    node["spec"]["taints"] = [{"key": "node.kubernetes.io/not-ready"}]
-    assert not lifecycle.is_ready(node)
 
 
 def test_names_and_homes_that_a_path_or_a_socket_would_misread_are_refused():
@@ -195,18 +183,6 @@ def test_an_index_that_is_taken_or_routed_elsewhere_is_passed_over():
         free_index(set(range(MAX_INDEX + 1)), [])
 
 
-def test_a_firewall_drops_unless_a_rule_lets_nodes_talk():
-    ours = "-i dc+ -o dc+ -j ACCEPT\n"
-    for rules, dropped in (
-        ("-P INPUT DROP\n-P FORWARD ACCEPT\n", False),
-        ("-P FORWARD DROP\n-A FORWARD -i docker0 -o eth0 -j ACCEPT\n", True),
-        (f"-P FORWARD DROP\n-A FORWARD {ours}", False),
-        (f"-P FORWARD DROP\n-N DOCKER-USER\n-A DOCKER-USER {ours}", False),
-        ("-P FORWARD DROP\n-A FORWARD -i dc+ -o dc+ -j DROP\n", True),
-    ):
-        assert network.drops(rules) is dropped, rules
-
-
 def test_a_link_is_told_from_another_clusters():
     layout = Layout("one", 3, Path("/s/one"))
     for link, bridge_is_ours, own in (
@@ -254,65 +230,3 @@ def test_a_process_may_clean_up_and_a_deaf_one_is_killed(tmp_path, trap, seconds
         process.end([identity_of(child)], seconds=seconds)
         assert child.wait(PATIENCE) == (0 if trap else -9)
     assert (tmp_path / "cleaned").exists() is bool(trap)
-
-
-def test_a_record_is_read_back_and_a_damaged_one_is_none(tmp_path, child):
-    register = Register(tmp_path / "process")
-    identity = replace(identity_of(child), spec="abc")
-    register.write("etcd", identity)
-    assert register.read("etcd") == register.running("etcd") == identity
-    assert register.names() == ["etcd"]
-    for text in ("", "{", "[]", '{"pid": 1}', "null"):
-        (tmp_path / "process" / "etcd.json").write_text(text)
-        assert register.read("etcd") is None
-
-
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory that is all of PATH, but for what every script needs."""
-    found = tmp_path / "programs"
-    found.mkdir()
-    for name in ("sh", "touch", "chmod"):
-        (found / name).symlink_to(f"/bin/{name}")
-    monkeypatch.setenv("PATH", str(found))
-    monkeypatch.setattr(host, "LOCKS", tmp_path / "locks")
-    (tmp_path / "systemd").mkdir()
-    monkeypatch.setattr(host, "_SYSTEMD", tmp_path / "systemd")
-    return found
-
-
-def script(programs: Path, name: str, text: str = "") -> None:
-    (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >>{programs}.log\n{text}\n')
-    (programs / name).chmod(0o755)
-
-
-def test_the_service_of_a_containerd_is_stopped_where_it_was_installed_now(programs):
-    script(programs, "systemctl")
-    wanted = {"containerd": "containerd", "ctr": "containerd"}
-    for there, silenced in (("", ["systemctl disable --now containerd"]), ("containerd", [])):
-        for name in wanted:
-            (programs / name).unlink(missing_ok=True)
-        if there:
-            script(programs, there)
-        made = " ".join(str(programs / name) for name in wanted)
-        script(programs, "apt-get", f"[ $1 = update ] || {{ touch {made}; chmod +x {made}; }}")
-        log = Path(f"{programs}.log")
-        log.unlink(missing_ok=True)
-        for _ in range(2):  # the second time there is nothing to do
-            host.ensure_packages(wanted, print)
-        update, installed, *more = log.read_text().splitlines()
-        assert update.startswith("apt-get update")
-        assert installed.endswith(" containerd")
-        assert all("DPkg::Lock::Timeout=600" in line for line in (update, installed))
-        assert more == silenced
-
-
-def test_what_the_host_lacks_is_told_with_the_cure(programs, tmp_path):
-    script(programs, "apt-get", 'echo "E: $1 has no network" >&2; exit 100')
-    with pytest.raises(Failure, match=r"update has no network.* install has no network"):
-        host.ensure_packages({"containerd": "containerd"}, print)
-    assert (host.LOCKS / "apt.lock").exists()
-    with pytest.raises(Failure, match=r"needs 99999999 GiB .* set X to a directory"):
-        host.require_space(tmp_path / "not" / "there", 99_999_999, "a cluster", "X")
-    with pytest.raises(Failure, match=r"^why: second$"):
-        host.run(["sh", "-c", "echo first >&2; echo second >&2; exit 1"], why="why")

@@ -1,6 +1,5 @@
 """dev/bench/gangs.py tells an order that has a reason from one that has none."""
 
-import dataclasses
 from collections.abc import Iterable
 
 from support import benches
@@ -46,15 +45,6 @@ def test_a_smaller_gang_may_go_before_one_that_has_no_room():
     assert found.reason == "room for 2 of 3 pods of 2"
 
 
-def test_room_that_is_split_over_nodes_counts_only_where_a_pod_fits():
-    ones = gang("ones", 2)
-    first = pods(ones, ["one", "two"])  # 3 and 3 are free: 6 slots, two pods of 2
-    seen = looks([*first, *pods(EARLY), *pods(LATE)], [*first, *pods(EARLY), *pods(LATE, NODES)])
-    (found,) = order([ones, EARLY, LATE], seen).inversions()
-    assert found.explained
-    assert (found.free, found.need) == (6, 6)
-
-
 def test_who_had_room_for_long_should_have_been_first():
     waiting, on = pods(EARLY) + pods(LATE), pods(EARLY) + pods(LATE, ["one", "two"])
     (short,) = order([FULL, EARLY, LATE], looks(BUSY + waiting, waiting, on)).inversions()
@@ -64,51 +54,6 @@ def test_who_had_room_for_long_should_have_been_first():
     )
     (long,) = order([FULL, EARLY, LATE], looks(BUSY + waiting, *[waiting] * 20, on)).inversions()
     assert (long.explained, long.reason) == (False, "there was room, for 21.0 s")
-
-
-def test_room_that_others_took_in_one_look_was_free_for_the_first():
-    wide = gang("wide", 4, 2)
-    waiting, on = pods(wide) + pods(LATE), pods(wide) + pods(LATE, ["one", "two"])
-    (found,) = order([wide, LATE], looks(*[waiting] * 20, on)).inversions()
-    assert not found.explained
-
-
-def test_a_higher_priority_and_gangs_of_one_look_are_no_inversions():
-    high = gang("high", 2, priority=9)
-    seen = looks(pods(EARLY) + pods(high), pods(EARLY) + pods(high, ["one", "two"]))
-    assert not [*order([EARLY, high], seen).inversions()]
-    seen = looks(pods(LATE, ["one", "two"]) + pods(EARLY, ["one", "two", "one"]))
-    assert not [*order([EARLY, LATE], seen).inversions()]
-
-
-def test_pods_that_are_not_there_yet_cannot_be_placed():
-    seen = looks([*pods(EARLY)[:2], *pods(LATE)], [*pods(EARLY), *pods(LATE, ["one", "two"])])
-    assert len([*order([EARLY, LATE], seen).inversions()]) == 1
-    seen = looks([*pods(EARLY)[:2], *pods(LATE, ["one", "two"])])
-    (found,) = order([EARLY, LATE], seen).inversions()
-    assert (found.explained, found.reason) == (True, "2 of its 3 pods were there")
-
-
-def test_room_kept_for_a_higher_priority_is_not_free():
-    high = gang("high", 2, 2, priority=9)
-    waiting = [*pods(EARLY), *pods(high, nominated="one")]
-    seen = looks(*[waiting + pods(LATE)] * 20, waiting + pods(LATE, ["two", "two"]))
-    (found,) = [
-        one for one in order([high, EARLY, LATE], seen).inversions() if one.earlier == "early"
-    ]
-    assert (found.explained, found.reason) == (True, "room for 2 of 3 pods of 2")
-
-
-def test_who_may_preempt_is_not_to_wait_for_ever():
-    high = gang("high", 4, 2, priority=9)
-    waiting = [*BUSY, *pods(high)]
-    for count, explained in ((5, True), (99, False)):
-        seen = looks(*[waiting + pods(LATE)] * count, waiting + pods(LATE, ["one", "two"]))
-        (found,) = [
-            one for one in order([FULL, high, LATE], seen).inversions() if one.later == "late"
-        ]
-        assert found.explained == explained
-        assert found.reason.startswith("room for 2 of 4 pods of 2; by preemption for all, for ")
 
 
 def test_a_start_in_parts_is_measured_and_a_replacement_is_none():
@@ -121,10 +66,3 @@ def test_a_start_in_parts_is_measured_and_a_replacement_is_none():
     seen = [Look(0.0, tuple(every), job), Look(1.0, (*every[:2], newcomer), job)]
     assert halves(EARLY, seen) == []
     assert halves(EARLY, [Look(float(n), tuple(some), job) for n in range(9)]) == [(1, 0.0, 8.0)]
-
-
-def test_each_start_is_looked_at_by_itself():
-    again = [dataclasses.replace(pod, attempt=2) for pod in pods(EARLY, ["one"])]
-    first = Look(0.0, tuple(pods(EARLY, ["one", "one", "two"])), {"early": 1})
-    seen = [first, *(Look(n, tuple(again), {"early": 2}) for n in (1.0, 3.0))]
-    assert halves(EARLY, seen) == [(2, 1.0, 2.0)]

@@ -58,41 +58,6 @@ def test_the_forms_of_a_name_are_ours_and_others_are_refused_with_the_cure():
             images.load_into([], name, lambda line: None)
 
 
-def test_uv_and_a_build_are_told_what_pip_knows(tmp_path, monkeypatch):
-    settings = venv.parse_pip_settings(
-        ":env:.cert='/env/ca.pem'\n"
-        ":env:.find-links='/opt/wheels'\n"
-        "global.cert='/file/ca.pem'\n"
-        "global.index-url='https://mirror.example/a b'\n"
-        "global.trusted-host='one.example\\n two.example'\n"
-        "download.index-url='https://elsewhere.example'\n"
-    )
-    assert settings == {
-        "cert": "/env/ca.pem",
-        "find-links": "/opt/wheels",
-        "index-url": "https://mirror.example/a b",
-        "trusted-host": "one.example two.example",
-    }
-    told = venv.uv_environment(settings, {"SSL_CERT_FILE": "/mine.pem"})
-    assert "SSL_CERT_FILE" not in told, "the user's own stands"
-    assert told["UV_DEFAULT_INDEX"] == "https://mirror.example/a b"
-    assert told["UV_FIND_LINKS"] == "/opt/wheels"
-    links = "/opt/wheels https://w.example/"
-    assert venv.reachable_from_elsewhere({"find-links": links}) == {
-        "find-links": "https://w.example/"
-    }
-    assert venv.reachable_from_elsewhere({"find-links": "/opt/wheels"}) == {}
-    ca = tmp_path / "ca.pem"
-    ca.write_text("pem")
-    monkeypatch.setattr(venv, "pip_settings", lambda: {**settings, "cert": str(ca)})
-    words = images._index_secrets(tmp_path)
-    assert words[1::2] == [f"id=ca,src={ca}", f"id=index,src={tmp_path}/index"]
-    index = (tmp_path / "index").read_text().splitlines()
-    assert "PIP_INDEX_URL='https://mirror.example/a b'" in index
-    assert "UV_DEFAULT_INDEX='https://mirror.example/a b'" in index
-    assert {"SSL_CERT_FILE=/run/secrets/ca", "PIP_CERT=/run/secrets/ca"} <= {*index}
-
-
 @pytest.mark.parametrize(
     "make",
     [
