@@ -173,7 +173,7 @@ bench: setup ## measure; each benchmark prints a table and writes JSON
 # On a machine that does nothing else; scaling comes first, claims reads it.
 .PHONY: studies
 studies: setup ## what the literature says of DDP, settled with figures (studies/README.md, 15 minutes)
-	@$(PYTEST) tests/trainer/test_claims.py tests/trainer/test_mechanics.py
+	@$(PYTEST) tests/trainer/test_studies.py
 	@$(BIN)/python studies/scaling.py --json studies/scaling.json --page studies/scaling.md
 	@$(BIN)/python studies/claims.py --json studies/claims.json --page studies/claims.md
 	@$(BIN)/python studies/recordings.py --into studies

@@ -24,7 +24,7 @@ on the first replica, replicas thrown away. DDP is torch's own, over gloo. Both 
 replicas, one intra-op thread for each, the same whole batch, float32 and AdamW. Copies between
 replicas of DP are copies in memory, as cheap as they get; on GPUs they cross PCIe or NVLink. Facts
 (who holds, sends and calls what) are counted at {ranks} ranks; they do not depend on the machine,
-and `tests/trainer/test_claims.py` holds them. A speed counts as faster from {faster} times on. A
+and `tests/trainer/test_studies.py` holds them. A speed counts as faster from {faster} times on. A
 claim about speeds that holds for some of the models is "when"; one that holds for none of them here
 is "not shown", for GPUs and networks may bear it out. *Row* is the number of the claim in
 the list of what this project was asked to settle.

@@ -1,7 +1,7 @@
 """What each rank of a DDP training holds, sends and calls: counted, not timed.
 
 Every rank measures itself; rank 0 gathers and writes one JSON file. studies/claims.py draws its
-verdicts from it and tests/trainer/test_claims.py holds them.
+verdicts from it and tests/trainer/test_studies.py holds them.
 """
 
 from __future__ import annotations
