@@ -4,7 +4,6 @@ import ast
 import itertools
 import os
 import re
-import runpy
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -26,8 +25,6 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SAMPLE = re.compile(r"^\$ kubectl get (?:ddp|ddpjobs?)\b(.*)\n(NAME .*)$", re.MULTILINE)
 #: Of the threat model: a file of tests and one of it.
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-#: Of the literature's table: a file of the repository, a test of it perhaps.
-NAMED = re.compile(r"\b((?:docs|examples|manifests|studies|tests)/[\w./-]+\.\w+)(?:::(\w+))?")
 #: Sections of start/ and guides/ whose commands a test runs as they are written.
 RUN = {
     ("kueue.md", None): "tests/cluster/test_queue.py::test_the_page_as_it_is_read",
@@ -60,15 +57,6 @@ def generated() -> Iterator[tuple[Path, str]]:
 def test_generated_pages_are_what_their_scripts_write_now():
     old = [str(file.relative_to(ROOT)) for file, text in generated() if file.read_text() != text]
     assert old == [], "run `make manifests`"
-
-
-def test_the_picture_of_the_rooms_and_their_paragraphs_leave_none_out():
-    architecture = load(INTERNALS / "architecture.py")
-    told = re.findall(r"^\*\*(\w+)\*\* ", architecture.PAGE.read_text(), re.MULTILINE)
-    found = architecture.arrows()
-    assert sorted(told) == sorted(found.keys() - architecture.GROUND - {"__main__"})
-    for name in architecture.GROUND:
-        assert found[name] <= architecture.GROUND | {"data", "liveness"}, name
 
 
 def test_all_that_is_public_has_its_section_and_nothing_else():
@@ -139,12 +127,6 @@ def test_every_page_has_its_place_on_the_site():
     assert {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} <= set(placed)
 
 
-def test_the_pictures_are_those_of_make_manifests():
-    drawn = runpy.run_path(str(ROOT / "studies/pictures.py"))["DRAWN"]
-    for name, draw in drawn.items():
-        assert (DOCS / f"pictures/{name}.svg").read_text() == draw(), f"make manifests: {name}"
-
-
 def functions(file: str) -> set[str]:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {
@@ -169,26 +151,6 @@ def test_the_threat_model_names_tests_that_exist():
     assert missing(TEST.findall(page)) == []
 
 
-def test_each_row_of_the_literature_runs_somewhere_and_names_what_exists():
-    page = (ROOT / "studies/literature.md").read_text()
-    found = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
-    assert [int(number) for number, _ in found] == list(range(1, 34))
-    for number, row in found:
-        _, runs, checked = row.split(" | ")
-        assert NAMED.search(runs) or LINK.search(runs), number
-        assert NAMED.search(checked), number
-    assert missing([one for _, row in found for one in NAMED.findall(row)]) == []
-
-
-def test_the_ways_through_the_code_name_files_that_exist():
-    text = (INTERNALS / "reading.md").read_text().partition("## Seven ways")[2]
-    sources = [ROOT / "operator/src", ROOT / "trainer/src", ROOT / "tools/src", ROOT / "tests"]
-    known = [f"/{path.with_suffix('')}" for source in sources for path in source.rglob("*")]
-    named = re.findall(r"`(\w+(?:/\w+)+)`", text)
-    assert len(named) > 15
-    assert [name for name in named if not any(path.endswith(f"/{name}") for path in known)] == []
-
-
 def test_every_example_is_listed_says_how_to_run_it_and_is_short():
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
     index = (DOCS / "guides/examples.md").read_text()
@@ -199,15 +161,6 @@ def test_every_example_is_listed_says_how_to_run_it_and_is_short():
         assert len(text.splitlines()) <= 150, file
         told = re.search(rf"^    .*\b{Path(file).name}\b", text.split('"""')[1], re.MULTILINE)
         assert told or file in PARTS, file
-
-
-def test_the_readme_is_short_and_names_the_commands():
-    text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 100 >= max(map(len, text.splitlines()))
-    (block,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    assert len(block.splitlines()) == 15
-    for target in ("try", "demo", "down", "help", "check", "test", "test-all"):
-        assert f"make {target}" in text, target
 
 
 def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher():
@@ -237,14 +190,6 @@ def test_out_of_git_the_commit_that_is_named_is_cloned(tmp_path):
     assert given.keys() < {each["name"] for each in container["env"]}
     subprocess.run(command, env={**os.environ, **given}, check=True)
     assert (tmp_path / "code/job/train.py").read_text() == "named"
-
-
-def test_what_a_dockerfile_copies_by_name_is_laid_there_before():
-    text = (DOCS / "start/your-script.md").read_text()
-    names = re.findall(r"^COPY (\S*\.whl) ", text, re.MULTILINE)
-    assert names
-    for name in names:
-        assert f"\ncp dist/{name} " in text.partition(f"\nCOPY {name} ")[0]
 
 
 def test_samples_of_kubectl_get_have_the_columns_of_the_definition():

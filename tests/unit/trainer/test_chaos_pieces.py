@@ -7,7 +7,6 @@ import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ from torch import nn
 from ddpjob_tools import chaos, cli
 from ddpjob_tools.chaos import Result
 from ddpjob_tools.prove import compare
-from ddpjob_tools.prove.disturb import Disturbance, Made, Pace
+from ddpjob_tools.prove.disturb import Pace
 from ddpjob_tools.prove.kill import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
 from ddpjob_tools.prove.record import RankStory, Records, open_gate
-from ddpjob_tools.prove.run import ProofError, environment_of_job
+from ddpjob_tools.prove.run import environment_of_job
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
@@ -28,7 +27,6 @@ from ddpjob_trainer.snapshot.training_state import TrainingState
 from ddpjob_trainer.training.replay import records as recording
 from ddpjob_trainer.training.replay.records import Recorder
 
-KILL = Kill(1, 9, 0.0, 0, signal.SIGTERM)
 PACE = Pace(total_steps=40, epoch=8, every=5, step_seconds=0.01, start_seconds=1.0)
 
 
@@ -270,19 +268,6 @@ def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path):
     assert (records.passed_at(2), records.passed_at(36)) == (1.0, None)
 
 
-@pytest.mark.parametrize("switch", ["1", "0"])
-def test_what_the_rescue_after_each_kill_came_to_is_counted(tmp_path, monkeypatch, switch):
-    monkeypatch.setenv("DDPJOB_TRAINER_RESCUE", switch)
-    trace = tmp_path / "trace"
-    marks = ((1.5, "saved"), (3.5, "it does not pay"), (3.6, "no process can, in time"))
-    words = [json.dumps({"t": t, "event": "rescue", "came_to": came}) for t, came in marks]
-    trace.write_text("\n".join(words))
-    made = [Made(KILL, at, 1, (1, 0), [], 1, how="in place") for at in (1.0, 2.0, 3.0)]
-    made.append(Made(KILL, 4.0, 1, (1, 0), [], 1, how="new launch"))
-    came = {"saved": 1, "nobody was asked": 1, "it does not pay": 1} if switch == "1" else {}
-    assert chaos._rescues(trace, made) == came
-
-
 @pytest.mark.parametrize(
     ("restarts", "differences", "every", "code", "said"),
     [
@@ -329,85 +314,3 @@ def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path):
     assert found.keys() & base.keys() == {"PATH"}
     assert found["DDPJOB_SNAPSHOT_DIR"] == str(tmp_path / "snapshots")
     assert found["DDPJOB_HANG_STEP_SECONDS"] == "7.5"
-
-
-def gate(directory: Path) -> int:
-    return int.from_bytes((directory / GATE).read_bytes(), "little")
-
-
-def at_the_end(directory: Path, total: int = 10) -> Disturbance:
-    """A gang of two whose ranks have made 10 steps, and ended."""
-    for rank in range(2):
-        pid = {"event": "start", "attempt": 1, "round": 0, "pid": 100 + rank}
-        steps = [step(number) for number in range(1, 11)]
-        write(directory, rank, pid, *steps, {"event": "end", "hashes": END})
-    job = SimpleNamespace(start=lambda: None, running=lambda: False, exit_code=0, attempt=1, pid=0)
-    records = Records(directory, 2)
-    records.look()
-    pace = replace(PACE, total_steps=total)
-    return Disturbance(job, records, directory, pace, 5.0, print)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("restarting", [False, True])
-@pytest.mark.parametrize(("sent", "room"), [(signal.SIGTERM, 3), (signal.SIGKILL, 0)])
-def test_no_gang_that_was_told_to_stop_waits_at_the_gate(tmp_path, sent, room, restarting):
-    """It ends the step after the next at the latest."""
-    driver = at_the_end(tmp_path, total=100)
-    kill = replace(KILL, step=10, signal=sent)
-    following = replace(kill, step=11, restarting=restarting)
-    driver._aftermath(Made(kill, 0.0, 1, (1, 0), [], 0), following)
-    driver._limit(following)
-    assert 10 + room <= gate(tmp_path) <= 10 + room + 4
-    driver.pace = replace(driver.pace, total_steps=10)
-    driver._limit(replace(KILL, step=10, point="barrier"))
-    assert gate(tmp_path) == 10, "held at the last step until the barrier is armed"
-
-
-def test_a_kill_comes_to_a_gang_that_has_ended_before_its_step(tmp_path):
-    """An early end is a difference, to be told as such; where no gate could hold it, an error."""
-    driver = at_the_end(tmp_path)
-    driver._wait_until_due(replace(KILL, step=15))
-    with pytest.raises(ProofError, match="training ended before"):
-        driver.run([KILL])
-
-
-@pytest.mark.parametrize(("total", "held_at"), [(100, 10), (9, 8)])
-def test_the_late_kill_waits_for_the_snapshot_before_it(tmp_path, total, held_at):
-    """And it comes before the last step: a restart must have one to make."""
-    driver = at_the_end(tmp_path, total)
-    looks: list[int] = []
-
-    def look() -> None:
-        """The writer is slow; in another incarnation's directory a later one may lie."""
-        looks.append(gate(tmp_path))
-        for name in ("01/step-000000000000", "00/step-000000000009"):
-            path = tmp_path / f"snapshots/{name}.json"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        if len(looks) > 5:
-            (tmp_path / "snapshots/01/step-000000000005.json").touch()
-
-    for story in driver.records.stories:
-        story.step = 3
-    driver.records.look = look  # type: ignore[method-assign]
-    driver.job.running = lambda: True  # type: ignore[method-assign]
-    driver._wait_until_due(replace(KILL, step=8, saved=True))
-    assert driver._newest_snapshot() == 5
-    assert looks[:6] == [8] * 6, "it stands after step 8"
-    assert gate(tmp_path) == held_at
-
-
-def test_a_gang_told_to_stop_at_its_last_step_has_survived(tmp_path):
-    driver = at_the_end(tmp_path)
-    made = Made(KILL, 0.0, 1, (1, 0), [10, 10], 100)
-    driver.made.append(made)
-    assert driver._how(made) == "went on"
-    assert driver._how(replace(made, kill=replace(KILL, signal=signal.SIGKILL))) == ""
-    assert driver._how(replace(made, kill=replace(KILL, point="barrier"))) == ""
-    # The gate is narrow again once it is back: else the late kill finds a gang that has ended.
-    driver._aftermath(made, replace(KILL, step=4, saved=True))
-    driver._return(made)
-    for story in driver.records.stories:
-        story.step = 7
-    driver._open(8)
-    assert gate(tmp_path) == 8

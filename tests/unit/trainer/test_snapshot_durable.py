@@ -108,28 +108,6 @@ def test_killed_anywhere_in_a_save_the_newest_durable_one_loads(tmp_path, begun)
     assert set(outcomes) == {STEP - 1, STEP}
 
 
-def test_a_save_that_fails_anywhere_leaves_the_older_ones(tmp_path, begun):
-    failed, code = 0, errno.ENOSPC
-    for point in range(operations_of_a_save(begun)):
-        root = tmp_path / str(point)
-        store = again(begun, root)
-        disk.seam = At(point, Mock(side_effect=error(code)))
-        try:
-            save(store, STEP)
-        except OSError as caught:
-            failed += caught.errno == code
-            if STEP not in steps_in(root):  # the space is free again
-                assert not list(root.glob(f"*/step-{STEP:012d}*"))
-        disk.seam = None
-        # One that was renamed stays, and counts only where the save returned.
-        stays = STEP in steps_in(root) and STEP not in store.verified
-        save(store, STEP + 1)  # the next one works again
-        assert not list(root.glob("*/*.tmp"))
-        assert len(list(store.directory.glob("step-*.json"))) == 2 + stays
-        assert loaded_step(root, 3) == STEP + 1
-    assert failed > 5
-
-
 def test_killed_anywhere_in_a_start_the_parent_still_loads(tmp_path):
     point, killed = -1, True
     while killed:

@@ -70,24 +70,6 @@ def test_only_programs_that_import_us_get_spares(tmp_path, text, expected):
     assert uses_our_library(Program(str(path), (), False)) is expected
 
 
-def test_a_spare_and_its_fork_server_may_die_in_the_same_moment():
-    """select() returns both; the third death of a spare makes the server be forgotten."""
-    told: list[str] = []
-    spares = made(told=told.append)
-    theirs = served(spares, warm=True)
-    for death in (1, 2, 3):
-        spares.refill(lambda _: {})
-        spares._spares[0].pid = 2**22 + 1  # known, but it was never ready
-        os.close(heard(theirs)[1])  # it dies
-        if death == 3:
-            theirs.close()
-        ready = [key for key, _ in spares._selector.select(0)]
-        assert len(ready) == (2 if death == 3 else 1)
-        for key in sorted(ready, key=lambda key: key.data == spares._server_spoke):
-            key.data(0.0)
-    assert told == ["no warm spares: a spare died 3 times in a row"]
-
-
 def test_a_fork_server_that_imports_keeps_no_launcher_waiting():
     """What its socket does not take is refused, and a fresh interpreter takes its place."""
     spares = made(1000)
