@@ -158,30 +158,6 @@ def test_a_pods_field_that_kueue_does_not_know_keeps_no_job_out(stage, gang, fla
     stage.wait_phase(gang, "Running")
 
 
-@pytest.mark.fault("U19")
-def test_an_evicted_gang_returns_its_quota_after_its_last_pod(stage, gang, flavor):
-    queue = Queue(stage, gang)
-    queue.play(workloads.admit, flavor)
-    stage.wait_phase(gang, "Running")
-    stage.kubelet.keeps = lambda pod: pod["metadata"]["name"].endswith("-0")
-    queue.play(workloads.evict)
-    stage.wait_phase(gang, "Pending", attempt=1)
-    eventually("one pod is left", lambda: len(queue.pods()) == 1)
-    stage.quiet_resyncs()
-    held = queue.seen()
-    assert held
-    assert workloads.true(held, "QuotaReserved"), "a pod is left"
-    stage.kubelet.keeps = lambda _: False
-    given = queue.wait("given back", lambda one: not workloads.true(one, "QuotaReserved"))
-    assert queue.pods() == []
-    assert "admission" not in given["status"]
-    assert workloads.true(given, "Requeued")
-    restarts = stage.status(gang)["restarts"]
-    assert (restarts["total"], restarts["disruptions"]) == (0, 0)
-    queue.play(workloads.admit, flavor)
-    stage.wait_phase(gang, "Running", attempt=2)
-
-
 def test_labels_are_followed_as_far_as_kueues_definitions_allow(stage, gang, flavor):
     """The name of a priority class is looked up, and a queue stays while quota is held."""
     cls = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "WorkloadPriorityClass", "value": 7,

@@ -3,9 +3,6 @@
 import re
 import shlex
 from collections.abc import Iterator
-from typing import Any
-
-import yaml
 
 from support.chart import CHART
 from support.manifest import pages
@@ -29,24 +26,6 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 yield page.name, words
 
 
-def named(text: str, values: dict[str, Any]) -> Iterator[str]:
-    """Yield what a page calls a value of the chart: dotted, in code, at a root of values.yaml."""
-    for code in re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
-        for one in code.split(","):
-            path = one.strip().partition("=")[0]
-            root = path.partition(".")[0]
-            if re.fullmatch(r"\w+([.]\w+)+", path) and isinstance(values.get(root), dict):
-                yield path
-
-
-def exists(path: str, values: Any) -> bool:
-    for name in path.split("."):
-        if not isinstance(values, dict) or name not in values:
-            return False
-        values = values[name]
-    return True
-
-
 def test_every_helm_command_of_a_page_renders(helm):
     seen = []
     for page, words in commands():
@@ -56,17 +35,3 @@ def test_every_helm_command_of_a_page_renders(helm):
         assert done.returncode == 0, f"{page}: {shlex.join(words)}: {done.stderr}"
         seen.append(page)
     assert {"README.md", "operations.md", "quickstart.md", "releasing.md"} <= set(seen)
-
-
-def test_pages_name_no_value_that_the_chart_lacks():
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    found = [
-        (page.name, path)
-        for page in (*pages(), CHART / "templates" / "policies.yaml")
-        for path in named(page.read_text(), values)
-    ]
-    assert len(found) > 20
-    # Of a DDPJob, whose sections have the same names.
-    jobs = {"metrics.port", "networkPolicy.enabled"}
-    lacking = [each for each in found if not exists(each[1], values) and each[1] not in jobs]
-    assert lacking == []

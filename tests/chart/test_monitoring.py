@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from prometheus_client import generate_latest, start_http_server, values
+from prometheus_client import start_http_server, values
 
 from ddpjob_operator.core import render
 from ddpjob_operator.core.actions import Measurement
@@ -65,17 +65,6 @@ def test_the_alerts_fire_when_they_should_and_not_else():
     for command in (("check", "rules", FILES / "alerts.yaml"), ("test", "rules", TESTS)):
         done = subprocess.run(["promtool", *command], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_the_operators_metrics_keep_prometheus_conventions():
-    metrics = Metrics()
-    metrics.expose_jobs(list)
-    metrics.expose_watch_ages({"pods": lambda: 1.0})
-    page = generate_latest(metrics.registry)
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=page, capture_output=True, check=False
-    )
-    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
 @pytest.fixture
@@ -204,29 +193,6 @@ def test_each_alert_fires_in_a_plain_prometheus_and_names_the_namespace(
                 labels = wait_for(lambda: found.firing().get(name), name)  # noqa: B023
                 fired[name] = labels.get("namespace")
         assert fired == wanted
-
-
-def test_a_prometheus_takes_the_configuration_on_the_page(template, page, tmp_path):
-    (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(page))
-    command = ["promtool", "check", "config", tmp_path / "prometheus.yaml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 rule files found" in done.stdout
-    # It finds pods and names them as the chart's PodMonitor does.
-    (job,) = (one for one in page["scrape_configs"] if one["job_name"] == "ddpjob-trainers")
-    on = ("--set", "metrics.podMonitor.enabled=true")
-    monitor = template(*on)["PodMonitor/ddpjob-operator-trainers"]["spec"]
-    (endpoint,) = monitor["podMetricsEndpoints"]
-    rules = job["relabel_configs"]
-    named = {
-        rule["target_label"]: rule["source_labels"] for rule in rules if "target_label" in rule
-    }
-    wanted = {rule["targetLabel"]: rule["sourceLabels"] for rule in endpoint["relabelings"]}
-    assert wanted.items() <= named.items()
-    port = {"source_labels": ["__meta_kubernetes_pod_container_port_name"]}
-    assert [r["regex"] for r in rules if port.items() <= r.items()] == [endpoint["port"]]
-    kept, shown = job["metric_relabel_configs"], endpoint["metricRelabelings"]
-    assert [rule["regex"] for rule in kept] == [rule["regex"] for rule in shown]
 
 
 def test_every_alert_is_tested_both_ways_and_has_its_runbook():

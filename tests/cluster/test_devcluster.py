@@ -22,7 +22,6 @@ from devcluster.layout import Layout
 from devcluster.node import cgroups, nodespace
 from support import cluster as support
 from support.cluster import CHECKOUT, DEVCLUSTER, Cluster, wait_for
-from support.patience import PATIENCE, WITHIN
 
 pytestmark = [pytest.mark.root, pytest.mark.tier("all")]
 
@@ -166,24 +165,6 @@ def wait_running(cluster: Cluster, number: int) -> str:
     return wait_for(container, f"gang-{number} to run")
 
 
-def wait_restarted(cluster: Cluster, number: int, old: str) -> None:
-    """Wait until a pod's container is another one than ``old``."""
-    what = f"a new container in gang-{number}"
-    wait_for(lambda: wait_running(cluster, number) != old, what)
-
-
-def test_a_deleted_claim_takes_its_volume_along(cluster):
-    claim = CLAIM.replace("name: data", "name: passing")
-    cluster.kubectl("apply", "-f", "-", input=claim, check=True)
-    words = ("wait", "--for=jsonpath={.status.phase}=Bound", "pvc/passing", WITHIN)
-    cluster.kubectl(*words, check=True)
-    path = "jsonpath={.items[?(@.spec.claimRef.name=='passing')].spec.hostPath.path}"
-    directory = cluster.kubectl("get", "pv", "-o", path, check=True).stdout
-    assert Path(directory).is_dir()
-    cluster.kubectl("delete", "pvc", "passing", check=True)
-    wait_for(lambda: not Path(directory).exists(), "the volume's directory to go")
-
-
 @pytest.mark.parametrize("component", ["etcd", "apiserver", "node1-containerd", "node2-kubelet"])
 def test_up_repairs_a_killed_component(cluster, component):
     register = Path(cluster.kubeconfig).parent / "process"
@@ -195,22 +176,6 @@ def test_up_repairs_a_killed_component(cluster, component):
     devcluster("up")
     assert_ok()
     assert [wait_running(cluster, number) for number in (1, 2)] == containers
-
-
-def test_up_brings_all_back_after_a_reboot(cluster):
-    old = {number: wait_running(cluster, number) for number in (1, 2)}
-    state = Path(cluster.kubeconfig).parent
-    link = json.loads((state / "cluster.json").read_text())["index"]
-    register = process.Register(state / "process")
-    running = [one for name in register.names() if (one := register.running(name)) is not None]
-    assert len(running) == len(register.names()), register.names()
-    # No process outlives a reboot. A node's first one is there until all within it have ended.
-    assert not process.end(running, seconds=PATIENCE, polite=False)
-    subprocess.run(["ip", "link", "del", f"dc{link}"], check=True)
-    devcluster("up")
-    assert_ok()
-    for number in (1, 2):
-        wait_restarted(cluster, number, old[number])
 
 
 def test_down_leaves_nothing_and_takes_nothing(cluster, before):

@@ -1,17 +1,13 @@
 """The kubectl plugin on a gang that trains: what only kubelets and trainers can tell."""
 
-import gzip
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 from support.cluster import wait_for
 from support.plugin import Plugin
-from support.site import Site, digits, job, unhurried
+from support.site import Site, digits, unhurried
 
 NAME = "watched"
 
@@ -125,43 +121,6 @@ def test_after_a_hang_stacks_and_log_say_where(site, plugin):
         "the event of the restart in place",
     )
     assert "  Hang " in plugin.says("account", NAME)
-
-
-@pytest.fixture(scope="module")
-def apart(site: Site) -> Iterator[str]:
-    """A gang that is none: two replicas count, each for itself, and never meet."""
-    alone = 'i=0; while :; do i=$((i + 1)); echo "step $i loss 0.5"; sleep 1; done'
-    site.apply(job("apart", ["ddpjob-trainer", "run", "sh", "-c", alone], replicas=2))
-    yield "apart"
-    site.delete("apart")
-
-
-@pytest.mark.tier("all")
-def test_a_rank_is_profiled_and_the_page_is_drawn(plugin, apart, tmp_path):
-    done = plugin.run("profile", NAME, "--rank", "1", "--steps", "2")
-    assert done.returncode == 0, done.stderr
-    trace = done.stdout.strip()
-    done = plugin.run("cp", f"{NAME}:{trace}", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    with gzip.open(tmp_path / Path(trace).name) as file:
-        assert json.load(file)["traceEvents"]
-
-    def drawn() -> str | None:
-        page = plugin.says("why", NAME, "--html", "-")
-        shown = " ".join(ElementTree.fromstring(page).itertext())
-        return shown if " points of " in shown else None  # launchers write them each 10 s
-
-    shown = wait_for(drawn, "the curves")
-    for words in ("Timeline of attempt 1", "loss over steps", "productive"):
-        assert words in shown, words
-
-
-@pytest.mark.tier("all")
-def test_replicas_that_train_each_by_themselves_are_no_gang(site, plugin, apart):
-    said = site.wait_condition(apart, "Apart", "NotConnected")  # after a minute of steps
-    assert said == "no connection between the 2 replicas was seen: each may train by itself"
-    assert f"Apart:     NotConnected: {said}" in plugin.says("status", apart)
-    assert "call init_process_group() without an address" in plugin.says("why", apart)
 
 
 def test_a_suspended_job_says_how_to_look_at_its_snapshots(site, plugin):

@@ -10,7 +10,6 @@ import select
 import shlex
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from ddpjob_trainer.launcher.hub.hub import BARRIER_SECONDS
 from support.launching import NO_ROUNDS, PATHS, RUN, free_ports, launch, launched, page, run
 from support.patience import PATIENCE
 from support.rounds import patched
@@ -207,23 +205,6 @@ def rank_0_traced(folder: Path, wait_until: Any) -> Iterator[int]:
         yield int(pid.read_text())
 
 
-def test_a_worker_that_takes_longer_to_end_than_the_barrier_is_waited_for(
-    script, tmp_path, wait_until
-):
-    """As one with a GPU does, whose driver first gives back its memory."""
-    second_round = 'if os.environ["DDPJOB_ROUND"] == "1":\n    sys.exit(0)\n'
-    program = script(second_round + until_traced(tmp_path))
-    env = patched(tmp_path, {"launcher.launch_config._EXIT_SECONDS": PATIENCE})
-    with launched("--nproc", "2", program, env=env) as process:
-        with rank_0_traced(tmp_path, wait_until) as pid:
-            stat = Path(f"/proc/{pid}/stat")
-            wait_until(lambda: ") Z " in stat.read_text(), "rank 0 was killed")
-            time.sleep(BARRIER_SECONDS + 2)  # what is tested is that so long is not too long
-        _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    assert "round 1: rank 1 ended" in err
-
-
 @pytest.mark.fault("T10")
 def test_a_worker_that_not_even_sigkill_ends_is_left_and_named(script, tmp_path, wait_until):
     report = tmp_path / "report"
@@ -306,9 +287,3 @@ def _read(fd: int) -> bytes:
         return os.read(fd, 4096)
     except OSError:  # what a terminal says when its other side is closed
         return b""
-
-
-@pytest.mark.parametrize(("terminal", "expected"), [(True, "[rank 1] x\n"), (False, "x\n")])
-def test_several_launchers_on_one_terminal_are_told_apart(script, terminal, expected):
-    """Each alone in its pod, where the pod's name tells whose line it is, needs no prefix."""
-    assert output(script("print('x')"), terminal=terminal) == expected

@@ -284,45 +284,6 @@ while not server.exists() or Path("/proc", server.read_text()).exists():
     assert err.count(words) == 1
 
 
-@pytest.mark.parametrize("threaded", [False, True])
-def test_spares_have_the_compiler_once_a_worker_has_compiled(bare, tmp_path, threaded):
-    """Unless its import leaves a thread: then they are spares without it."""
-    (tmp_path / "torch.py").unlink()
-    compiler = tmp_path / "torch/_inductor/compile_fx.py"
-    compiler.parent.mkdir(parents=True)
-    (tmp_path / "torch/_inductor/__init__.py").touch()
-    seed = "import types\ndefault_generator = types.SimpleNamespace(seed=lambda: 0)\n"
-    (tmp_path / "torch/__init__.py").write_text(seed)
-    wait = (
-        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
-    )
-    compiler.write_text(COUNTED + (wait if threaded else ""))
-    facts = compiler.with_name("cpu_vec_isa.py")
-    facts.write_text("known = []\ndef pick_vec_isa():\n    known.append(1)\n    raise OSError\n")
-    text = """
-round_ = os.environ["DDPJOB_ROUND"]
-facts = sys.modules.get("torch._inductor.cpu_vec_isa")
-print("has", "torch._inductor.compile_fx" in sys.modules, facts and facts.known, flush=True)
-if round_ == "0":
-    from pathlib import Path
-    from ddpjob_trainer.liveness.heartbeat import COMPILES, RankStateWriter
-    writer = RankStateWriter(Path(os.environ["DDPJOB_TRAINER_STATE_DIR"]), rank)
-    writer.report(COMPILES, {})
-    writer.update(phase="step", step=1)
-    trace = Path(__file__).resolve().parent / "trace"
-    while '"spares"' not in trace.read_text():
-        time.sleep(0.01)
-    os._exit(9)
-"""
-    code, out, err = bare(text, "--nproc", "2")
-    assert code == 0, err
-    for rank in (0, 1):
-        said = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
-        later = "False None" if threaded else "True [1]"
-        assert said == [f"[rank {rank}] has False None", f"[rank {rank}] has {later}"]
-    assert "no warm spares" not in err
-
-
 # --- With torch ------------------------------------------------------------------------------
 
 TRAINING = """

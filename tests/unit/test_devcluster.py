@@ -1,23 +1,19 @@
 """The devcluster leaves a machine as it is: files, processes, links and services of others."""
 
 import ipaddress
-import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from devcluster import Failure, binaries, cluster, process
+from devcluster import Failure, binaries, cluster
 from devcluster.cli import main
 from devcluster.cluster import Cluster, Wanted
-from devcluster.layout import MAX_INDEX, MAX_NODES, SERVICE_NETWORK, Layout, check_name, free_index
+from devcluster.layout import MAX_INDEX, MAX_NODES, SERVICE_NETWORK, Layout
 from devcluster.node import network, volumes
-from support.cluster import wait_for
-from support.patience import PATIENCE
 
 
 @pytest.fixture(autouse=True)
@@ -75,19 +71,6 @@ def test_a_cluster_is_read_back_grows_and_a_damaged_record_is_named(home, capsys
         cluster.load("one")
 
 
-def test_names_and_homes_that_a_path_or_a_socket_would_misread_are_refused():
-    usual = Path("/var/lib/devcluster")
-    for name in ("dev", "t-residue", "a", "a" * 20):
-        check_name(name, usual)
-    odd = ("", "-a", "a-", "A", "a_b", "a/b", "..", "../kept", "/kept", "a" * 21, "x y", "a\n")
-    for name in odd:
-        with pytest.raises(Failure, match="--name"):
-            check_name(name, usual)
-    for place in ("/a b", "/a,b", "/a:b", "/a'b", '/a"b', "/a\\b", "/" + "d" * 80):
-        with pytest.raises(Failure, match="DEVCLUSTER_HOME"):
-            check_name("dev", Path(place))
-
-
 def test_only_a_directory_with_a_record_even_a_torn_one_is_ours(home, tmp_path, monkeypatch):
     monkeypatch.setattr(network, "index_of", lambda _: None)  # no link of this machine counts
     (home / "empty").mkdir(parents=True)
@@ -109,36 +92,6 @@ def test_only_a_directory_with_a_record_even_a_torn_one_is_ours(home, tmp_path, 
     (home / "one").symlink_to(tmp_path / "far")
     with pytest.raises(Failure, match=r"is no cluster's"):
         cluster.require_own(home / "one")
-
-
-def test_the_record_outlives_what_cannot_be_removed(home, monkeypatch):
-    Cluster(Layout("one", 7, home / "one"), 3).save()
-    (home / "one" / "log").mkdir()
-    inside = sorted((home / "one").iterdir())  # the record first, in whatever order it is listed
-    monkeypatch.setattr(Path, "glob", lambda *_: inside)
-    with monkeypatch.context() as broken:
-        broken.setattr("shutil.rmtree", lambda *_, **__: None)
-        with pytest.raises(Failure, match="one/log could not be removed"):
-            cluster.remove_state(home / "one")
-    assert cluster.load("one") is not None
-    Cluster(Layout("two", 8, home / "two"), 3).save()
-    cluster.remove_state(home / "one")
-    assert cluster.load("two") is not None
-    cluster.remove_state(home / "two")
-    assert list(home.iterdir()) == []  # the home itself stays, as it is not the usual one
-    monkeypatch.setattr(cluster, "_HOME", home)
-    Cluster(Layout("one", 7, home / "one"), 3).save()
-    cluster.remove_state(home / "one")
-    assert not home.exists()
-
-
-def test_mounts_at_and_below_a_directory_are_found():
-    text = "\n".join(
-        f"{number} 27 0:21 / {where} rw shared:1 - ext4 /dev/vda rw"
-        for number, where in enumerate(["/", "/s/one", "/s/one/a\\040b", "/s/ones", "/s"])
-    )
-    found = cluster.mounts_below(Path("/s/one"), text)
-    assert found == [Path("/s/one"), Path("/s/one/a b")]
 
 
 def test_only_our_released_volumes_are_removed():
@@ -172,17 +125,6 @@ def test_no_two_clusters_share_an_address_and_each_name_fits_the_kernel():
             every[0].node(number)
 
 
-def test_an_index_that_is_taken_or_routed_elsewhere_is_passed_over():
-    assert free_index(set(), []) == 0
-    assert free_index({0, 2}, []) == 1
-    for route in ("10.89.0.0/24", "10.89.0.5", "10.128.0.0/16", "10.128.3.0/24"):
-        assert free_index(set(), [route]) == 1
-    assert free_index(set(), ["10.0.0.0/8", "0.0.0.0/1"]) == 0, "a wide route, as of a VPN"
-    assert free_index(set(), ["10.128.0.0/12"]) == 16
-    with pytest.raises(Failure, match="taken"):
-        free_index(set(range(MAX_INDEX + 1)), [])
-
-
 def test_a_link_is_told_from_another_clusters():
     layout = Layout("one", 3, Path("/s/one"))
     for link, bridge_is_ours, own in (
@@ -195,38 +137,3 @@ def test_a_link_is_told_from_another_clusters():
         ({}, False, True),
     ):
         assert network.is_own(layout, link, bridge_is_ours) is own, link
-
-
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(["sleep", "infinity"]) as started:
-        yield started
-        started.kill()
-
-
-def identity_of(child: subprocess.Popen[bytes]) -> process.Identity:
-    found = process.identify(child.pid)
-    assert found is not None
-    return found
-
-
-def test_neither_a_zombie_nor_another_process_of_its_pid_is_alive(child):
-    identity = identity_of(child)
-    assert process.is_alive(identity)
-    for foreign in (replace(identity, started=1), replace(identity, boot="another")):
-        assert not process.is_alive(foreign)
-        assert process.end([foreign], polite=False) == []
-    assert child.poll() is None
-    child.kill()
-    wait_for(lambda: not process.is_alive(identity), "it to be a zombie")
-    assert Path(f"/proc/{child.pid}").exists(), "nobody has waited for it"
-
-
-@pytest.mark.parametrize(("trap", "seconds"), [("touch cleaned; exit 0", PATIENCE), ("", 0.3)])
-def test_a_process_may_clean_up_and_a_deaf_one_is_killed(tmp_path, trap, seconds):
-    script = f"trap '{trap}' TERM; touch ready; while :; do sleep 0.05; done"
-    with subprocess.Popen(["sh", "-c", script], cwd=tmp_path) as child:
-        wait_for((tmp_path / "ready").exists, "its trap")
-        process.end([identity_of(child)], seconds=seconds)
-        assert child.wait(PATIENCE) == (0 if trap else -9)
-    assert (tmp_path / "cleaned").exists() is bool(trap)

@@ -2,10 +2,8 @@
 
 import ast
 import itertools
-import os
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,15 +12,13 @@ import yaml
 from kubectl_ddp import cli
 from support.cluster import ROOT
 from support.loaded import load
-from support.manifest import blocks, documented, pages
+from support.manifest import documented, pages
 
 DOCS = ROOT / "docs"
 INTERNALS = DOCS / "internals"
 LINK = re.compile(r"\]\(([^)#\s\[]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-#: What `kubectl get` prints of jobs: the command, the line of heads.
-SAMPLE = re.compile(r"^\$ kubectl get (?:ddp|ddpjobs?)\b(.*)\n(NAME .*)$", re.MULTILINE)
 #: Of the threat model: a file of tests and one of it.
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 #: Sections of start/ and guides/ whose commands a test runs as they are written.
@@ -38,8 +34,6 @@ PROGRAM = re.compile(
     r"|dev/devcluster/devcluster|tar|sed|cp|workload=\S+) .*)"
 )
 MOST_NOT_RUN = 63  # of 100 such commands; the figure only falls
-#: Examples beside a script of the same folder, which imports them.
-PARTS = {f"examples/ladder/5_gpt/{name}.py" for name in ("corpus", "gpt", "mfu")}
 
 
 def generated() -> Iterator[tuple[Path, str]]:
@@ -57,19 +51,6 @@ def generated() -> Iterator[tuple[Path, str]]:
 def test_generated_pages_are_what_their_scripts_write_now():
     old = [str(file.relative_to(ROOT)) for file, text in generated() if file.read_text() != text]
     assert old == [], "run `make manifests`"
-
-
-def test_all_that_is_public_has_its_section_and_nothing_else():
-    reference = load(DOCS / "reference/run.py")
-    (named,) = (
-        ast.literal_eval(node.value)
-        for node in ast.parse(reference.PUBLIC.read_text()).body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-    )
-    assert set(named) == reference.public().keys()
-    for title in ("run.steps()", "run.prepare()", "run.finish()", "step.commit()"):
-        assert f"\n### {title}\n" in reference.page()
-    assert "step.check_update" not in reference.page(), "it is for the loop"
 
 
 def anchors(page: Path) -> set[str]:
@@ -151,18 +132,6 @@ def test_the_threat_model_names_tests_that_exist():
     assert missing(TEST.findall(page)) == []
 
 
-def test_every_example_is_listed_says_how_to_run_it_and_is_short():
-    files = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").rglob("*.py")}
-    index = (DOCS / "guides/examples.md").read_text()
-    assert set(re.findall(r"`(examples/[\w/]+\.py)`", index)) == files - PARTS
-    for file in sorted(files):
-        text = (ROOT / file).read_text()
-        # About a page or two: what needs more is two examples.
-        assert len(text.splitlines()) <= 150, file
-        told = re.search(rf"^    .*\b{Path(file).name}\b", text.split('"""')[1], re.MULTILINE)
-        assert told or file in PARTS, file
-
-
 def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher():
     """Under torchrun the status has its banner and not the script's exception."""
     shown = [place.partition(":")[0] for place, _ in documented()]
@@ -170,39 +139,6 @@ def test_jobs_on_pages_are_found_and_who_migrates_is_shown_the_launcher():
     jobs = [job for place, job in documented() if place.startswith("migration.md")]
     containers = [job["spec"]["template"]["spec"]["containers"][0] for job in jobs]
     assert [one["command"][:2] for one in containers] == [["ddpjob-trainer", "run"]] * 4
-
-
-def test_out_of_git_the_commit_that_is_named_is_cloned(tmp_path):
-    def git(*words: str) -> str:
-        who = ("-c", "user.name=a", "-c", "user.email=a@example.com", "-c", "commit.gpgsign=false")
-        done = subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
-        return done.stdout.decode().strip()
-
-    git("init", "--quiet", ".")
-    for text in ("named", "newer"):
-        (tmp_path / "train.py").write_text(text)
-        git("add", "--all")
-        git("commit", "--quiet", "--message", text)
-    job = yaml.safe_load(blocks("Out of git")[0])
-    (container,) = job["spec"]["template"]["spec"]["initContainers"]
-    command = [word.replace("/code", f"{tmp_path}/code") for word in container["command"]]
-    given = {"REPOSITORY": str(tmp_path), "COMMIT": git("rev-parse", "HEAD~")}
-    assert given.keys() < {each["name"] for each in container["env"]}
-    subprocess.run(command, env={**os.environ, **given}, check=True)
-    assert (tmp_path / "code/job/train.py").read_text() == "named"
-
-
-def test_samples_of_kubectl_get_have_the_columns_of_the_definition():
-    crd = yaml.safe_load((ROOT / "manifests/crd.yaml").read_text())
-    columns = crd["spec"]["versions"][0]["additionalPrinterColumns"]
-    found = 0
-    for page in pages():
-        for command, head in SAMPLE.findall(page.read_text()):
-            wide = [each for each in columns if "wide" in command or not each.get("priority")]
-            names = ["NAME", *(each["name"].upper() for each in wide)]
-            assert (page.name, head.split()) == (page.name, names)
-            found += 1
-    assert found >= 2
 
 
 def commands() -> Iterator[tuple[Path, str, str]]:

@@ -17,7 +17,6 @@ from kubectl_ddp.commands import life
 from kubectl_ddp.drawing import Failed, Line, Round
 from kubectl_ddp.page import Story
 from support import plugin
-from support.browser import browser
 
 NOW = datetime(2026, 1, 1, 12, tzinfo=UTC)
 HOSTILE = "<script>alert(1)</script>\"' ]]> &amp; \x1b[2J\x00 \ufffe \ud800 https://evil.example/x"
@@ -203,26 +202,3 @@ def test_a_long_event_log_is_thinned(tmp_path):
     (line,) = life.logged(str(log))
     assert len(line.curves["loss"]) < 1100
     assert line.curves["loss"][-1] == [4999, 4999]
-
-
-# --- In a real browser --------------------------------------------------------------------------
-
-
-@pytest.mark.tier("all")
-def test_a_browser_shows_it_light_dark_and_on_a_phone_and_asks_nobody(tmp_path):
-    where = tmp_path / "page.html"
-    where.write_text(page.write(story(HOSTILE)), encoding="utf-8")
-    colours = set()
-    with browser(tmp_path) as shown:
-        for width, scheme in ((1100, "light"), (360, "dark")):
-            shown.open(where, width, scheme)
-            assert shown.value("document.documentElement.scrollWidth") <= width, "all fits"
-            assert shown.value("document.compatMode") == "CSS1Compat"
-            colours.add(shown.value("getComputedStyle(document.body).backgroundColor"))
-            drawn = "[...document.querySelectorAll('polyline,.mark,.round')]"
-            boxes = f"{drawn}.map(one => one.getBoundingClientRect())"
-            inside = f"{boxes}.every(b => b.width > 1 && b.left >= 0 && b.right <= {width})"
-            assert shown.value(f"{drawn}.length") > 10
-            assert shown.value(inside), "every mark is seen whole"
-        assert shown.requested == [where.as_uri()] * 2
-    assert len(colours) == 2

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from ddpjob_tools import chaos, cli
@@ -19,8 +17,6 @@ from ddpjob_tools.prove import compare
 from ddpjob_tools.prove.disturb import Pace
 from ddpjob_tools.prove.kill import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
 from ddpjob_tools.prove.record import RankStory, Records, open_gate
-from ddpjob_tools.prove.run import environment_of_job
-from ddpjob_trainer import failpoints
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
 from ddpjob_trainer.snapshot.training_state import TrainingState
@@ -85,32 +81,6 @@ def test_one_kill_comes_late_after_the_first_epoch_and_ends_the_gang(total, epoc
         assert late.ends
         assert late.victim != LAUNCHER
         assert (late.point, late.restarting) == ("", False)
-
-
-def test_a_point_fires_once_at_its_hit_for_its_rank_or_for_any(tmp_path):
-    received: list[int] = []
-
-    def reached(rank: int | None, hits: int, *points: str) -> list[int]:
-        order = {"number": 3, "point": "step", "rank": rank, "hits": hits}
-        (tmp_path / "armed").write_text(json.dumps({**order, "signal": signal.SIGUSR1}))
-        received.clear()
-        for point in points:
-            failpoints.reach(point)
-        return received
-
-    old = signal.signal(signal.SIGUSR1, lambda signum, _: received.append(signum))
-    failpoints.configure(tmp_path, 1)
-    try:
-        assert reached(0, 1, "step") == []
-        assert reached(1, 2, "load", "step") == []
-        assert failpoints.fired(tmp_path, 3) is None
-        assert reached(1, 2, "step", "step") == [signal.SIGUSR1]
-        found = failpoints.fired(tmp_path, 3)
-        assert found[0] == os.getpid()
-        assert reached(None, 1, "step") == [signal.SIGUSR1]
-    finally:
-        failpoints.configure(None, failpoints.NO_RANK)
-        signal.signal(signal.SIGUSR1, old)
 
 
 UNCOMMITTED = {"parameters": "aa", "weights": "ee"}
@@ -234,17 +204,6 @@ def recorded(directory: Path, state: TrainingState, *, committed: bool) -> RankS
     return records.stories[0]
 
 
-def test_what_each_rank_has_for_itself_is_recorded_too(tmp_path):
-    open_gate(tmp_path / GATE, OPEN)
-    state = TrainingState(nn.Linear(2, 2))
-    state.register("all", {"best": 1.0})
-    state.register("each", {"hidden": torch.ones(2)}, per_rank=True)
-    story = recorded(tmp_path, state, committed=True)
-    assert {"parameters", "registered all", "own each"} <= story.hashes[0].keys()
-    two, half = "0x1.0000000000000p+1", "0x1.0000000000000p-1"
-    assert story.reported == {(3, "evaluate()"): {json.dumps({"hits": two, "loss": half})}}
-
-
 def test_a_rank_at_its_end_stands_there_until_every_kill_was_made(tmp_path, monkeypatch):
     """However many steps it has made: early or late is a difference, and no reason to miss it."""
     open_gate(tmp_path / GATE, 5)
@@ -253,19 +212,6 @@ def test_a_rank_at_its_end_stands_there_until_every_kill_was_made(tmp_path, monk
     story = recorded(tmp_path, TrainingState(nn.Linear(2, 2)), committed=False)
     assert list(gates) == []
     assert story.hashes[0].keys() == {"parameters", "weights"}
-
-
-def test_a_restart_goes_on_after_the_step_before_its_first(tmp_path):
-    records = run_of(tmp_path / "a")
-    for attempt, number, after in [(1, 1, 20), (1, 2, None), (2, 0, 0), (3, 0, 35)]:
-        for rank in range(2):
-            write(tmp_path / "a", rank, *start(attempt, number, after or 0))
-        if after is not None:  # the other was killed before
-            write(tmp_path / "a", 1, step(after + 1), step(after + 2))
-    records.look()
-    assert records.restarts() == [20, None, 0, 35]
-    assert records.again == 2
-    assert (records.passed_at(2), records.passed_at(36)) == (1.0, None)
 
 
 @pytest.mark.parametrize(
@@ -306,11 +252,3 @@ def test_bad_options_end_with_64(capsys):
     ):
         assert cli.main(["chaos", *arguments.split()]) == 64
         assert complaint in capsys.readouterr().err
-
-
-def test_a_jobs_variables_do_not_leak_into_the_runs(tmp_path):
-    base = {"PATH": "/bin", "RANK": "3", "DDPJOB_REPLICA": "1", "MASTER_ADDR": "x"}
-    found = environment_of_job(base, tmp_path, "u", 5, 7.5)
-    assert found.keys() & base.keys() == {"PATH"}
-    assert found["DDPJOB_SNAPSHOT_DIR"] == str(tmp_path / "snapshots")
-    assert found["DDPJOB_HANG_STEP_SECONDS"] == "7.5"

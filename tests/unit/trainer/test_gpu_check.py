@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 from ddpjob_tools import cli, gpu_check
 from ddpjob_tools.gpu_check import CHECKS, QUICK, Check, Launch, Setup, machine
 from ddpjob_trainer.errors import ConfigError
-from support.patience import PATIENCE
 
 #: The first training of check 5, which check 8 shares.
 FIRST = "both_resume_fp32"
@@ -173,42 +170,6 @@ def test_what_a_check_finds(tmp_path, monkeypatch, number, ended, verdict, says)
     (finding,) = CHECKS[number - 1].run(setup(tmp_path, **ended))
     assert finding.verdict == verdict
     assert says in finding.measured
-
-
-def test_bits_are_compared_for_every_precision_and_level(monkeypatch, tmp_path):
-    asked: list[Sequence[str]] = []
-    monkeypatch.setattr(gpu_check, "Run", started(asked, "DIFFERENT"))
-    given = setup(tmp_path)
-    found = list(CHECKS[4].run(given))
-    assert [f.verdict for f in found] == ["PASS", "PASS", "PASS", "FAIL", "PASS"]
-    assert "DIFFERENT" in found[3].measured
-    assert "torch.compile" in found[4].measured
-    words = {word for command in asked for word in command}
-    assert words >= {"fp32", "bf16", "fp16", "resume", "elastic", "both", "transformer"}
-    list(CHECKS[4].run(given))
-    assert len(asked) == 5, "each once"
-
-
-#: In a process of its own, whose children all end.
-IN_TURN = """
-import pathlib, sys
-from ddpjob_tools.prove.run import Run, in_turn
-def run(name, words):
-    return Run(("sh", "-c", words), {"PATH": "/bin"}, pathlib.Path(sys.argv[1]) / name)
-waits = "echo a; until [ -e b ]; do sleep 0.1; done"
-for runs, seconds in (
-    ([run("a", f"cd {sys.argv[1]}; {waits}"), run("b", "echo b; exit 3")], 300.0),
-    ([run("c", "sleep 3600")], 0.1),
-):
-    for one in in_turn(runs, 2, seconds):
-        print(one.exit_code, one.tail(1))
-"""
-
-
-def test_runs_go_side_by_side_and_what_takes_too_long_is_killed(tmp_path):
-    words = [sys.executable, "-c", IN_TURN, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.stdout.splitlines() == ["0   | a", "3   | b", "137 "], done.stderr
 
 
 def test_the_page_names_every_check():
