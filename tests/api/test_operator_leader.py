@@ -2,14 +2,11 @@
 
 import secrets
 import signal
-from datetime import timedelta
 
 import pytest
 
-from ddpjob_operator.core import operators
-from ddpjob_operator.shell import app, reconciler
+from ddpjob_operator.shell import app
 from support.arena import Arena
-from support.policy import lease
 from support.rest import Object, eventually
 
 #: For one that is to lose its lease, or may: a slow machine takes it away, too.
@@ -21,17 +18,6 @@ BRISK = ("--lease-seconds", "30")
 def ends_slowly() -> None:
     """On a slow machine, too, an operator that is told to end gives its lease back."""
     app._RELEASED = 600.0
-
-
-def believes() -> None:
-    """However slow the machine is, the other one's answer comes in time."""
-    operators.PATIENCE = timedelta(hours=1)
-
-
-def newer_and_hasty() -> None:
-    """Of another version; nobody is there to answer it, whatever was answered before."""
-    reconciler.__version__ = "9.9"
-    operators.PATIENCE = operators.AGAIN = timedelta(seconds=1)
 
 
 def lease_path(arena: Arena, name: str = "ddpjob-operator") -> str:
@@ -101,37 +87,3 @@ def test_a_leader_paused_past_its_lease_harms_nothing_when_it_goes_on(arena):
     status = arena.wait_phase(gang, "Running", attempt=3)
     assert status["restarts"]["total"] == 2
     assert arena.attempts(gang) == [(f"{gang}-{r}", "3") for r in range(3)]
-
-
-@pytest.mark.fault("O5")
-def test_of_two_leases_one_acts_and_the_other_waits_until_it_is_gone(arena):
-    """As of two releases that serve one namespace, and of a move from one to the other."""
-    # The policy lets an operator make no Lease but that of its release.
-    arena.rest.post(arena.path("leases", group="/apis/coordination.k8s.io/v1"), lease("second"))
-    first = arena.start_operator()
-    gang = f"gang-{secrets.token_hex(2)}"
-    arena.apply(gang, restart={"backoff": {"maxSeconds": 1}})
-    arena.wait_phase(gang, "Running")
-    arena.breaks = believes
-    second = arena.operator("--lease-name", "second", name="op-b").start()
-    second.wait_ready()
-    second.wait_leading()
-    told = arena.wait_condition(gang, "Stalled", "OtherOperator")["message"]
-    for name in ("ddpjob-operator", "second"):
-        assert f"{arena.namespace}/{name}" in told
-    arena.kubelet.finish(f"{gang}-1", 1, "boom")
-    status = arena.wait_phase(gang, "Running", attempt=2)
-    assert status["operator"]["lease"] == f"{arena.namespace}/ddpjob-operator"
-    assert status["restarts"]["total"] == 1
-    assert f"{gang}: Restarting" not in second.log()
-    first.terminate()
-    second.kill()
-    second.wait()
-    arena.breaks = newer_and_hasty
-    third = arena.operator("--lease-name", "second", name="op-b").start()
-    third.wait_ready()
-    third.wait_leading()
-    arena.kubelet.finish(f"{gang}-2", 1, "boom")
-    status = arena.wait_phase(gang, "Running", attempt=3)
-    assert status["operator"] == {"lease": f"{arena.namespace}/second", "version": "9.9"}
-    arena.succeed(gang)

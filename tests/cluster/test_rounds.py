@@ -48,19 +48,3 @@ def test_a_killed_process_comes_back_in_its_pod(site, finished):
     assert "RestartedInPlace" in site.describe(name)
     assert site.uids(name) == before
     site.delete(name)
-
-
-@pytest.mark.tier("all")
-@pytest.mark.fault("T3")
-def test_a_process_that_hangs_is_ended_and_comes_back(site, finished):
-    name = "round-hang"
-    site.apply(unhurried(digits(name, steps=STEPS, slow=1, every=5, hang={"stepSeconds": 10})))
-    site.wait_running(name, 1, snapshot_after=0)
-    before = site.uids(name)
-    site.kill_training(f"{name}-1", signal="STOP")
-    after = wait_rounds(site, name, 1)
-    assert after["lastFailure"]["class"] == "Hang", after["lastFailure"]
-    assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
-    finished(name)
-    assert site.uids(name) == before
-    site.delete(name)

@@ -8,12 +8,10 @@ Debian's Prometheus is built without discovery in Kubernetes: a thread of ours l
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import re
 import subprocess
 import tempfile
-import threading
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,8 +24,7 @@ import yaml
 from devcluster import host
 from support.cluster import wait_for
 from support.patience import PATIENCE
-from support.rest import Object, Rest, RestError, urlopen
-from support.site import OPERATOR_LABEL
+from support.rest import Object, urlopen
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +56,6 @@ class Prometheus:
         """Labels of alerts that fire now, by name."""
         alerts = self.ask("alerts")["alerts"]
         return {a["labels"]["alertname"]: a["labels"] for a in alerts if a["state"] == "firing"}
-
-
-@contextmanager
-def running(
-    kubeconfig: Path, monitors: list[Object], rules: str, folder: Path, every: str = "1s"
-) -> Iterator[Prometheus]:
-    """Prometheus with these monitors and alert rules; gone at the end."""
-    (folder / "rules.yaml").write_text(rules)
-    configuration = {
-        "global": {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every},
-        "rule_files": ["rules.yaml"],
-        "scrape_configs": [scrape_config(one, every) for one in monitors],
-    }
-    with _discovery(Rest(kubeconfig), monitors, folder), started(configuration, folder) as found:
-        yield found
 
 
 @contextmanager
@@ -135,46 +117,3 @@ def _endpoint(monitor: Object) -> Object:
     spec = monitor["spec"]
     (found,) = spec.get("podMetricsEndpoints") or spec["endpoints"]
     return dict(found)
-
-
-@contextmanager
-def _discovery(rest: Rest, monitors: list[Object], folder: Path) -> Iterator[None]:
-    """Keep a file of each monitor's targets up to date until the end."""
-    over = threading.Event()
-
-    def write() -> None:
-        while not over.wait(1):
-            with contextlib.suppress(OSError, http.client.HTTPException, RestError):  # once more
-                for monitor in monitors:
-                    new = folder / f"{monitor['kind']}.new"
-                    new.write_text(json.dumps(list(_targets(rest, monitor))))
-                    new.replace(new.with_suffix(".json"))
-
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join(30)
-
-
-def _targets(rest: Rest, monitor: Object) -> Iterator[Object]:
-    """Yield the ports that a monitor means, with the labels that it asks for.
-
-    tests/chart hold its selectors to these.
-    """
-    gangs = monitor["kind"] == "PodMonitor"
-    selector, port = ("ddpjob.dev/job-name", "metrics") if gangs else (OPERATOR_LABEL, "http")
-    rules = _endpoint(monitor).get("relabelings", [])
-    for pod in rest.items(f"/api/v1/pods?labelSelector={urllib.parse.quote(selector)}"):
-        meta, address = pod["metadata"], pod["status"].get("podIP")
-        ports = [one for c in pod["spec"]["containers"] for one in c.get("ports", [])]
-        numbers = [one["containerPort"] for one in ports if one.get("name") == port]
-        own = {re.sub("[^a-zA-Z0-9_]", "_", name): value for name, value in meta["labels"].items()}
-        prefix = "__meta_kubernetes_pod_label_"
-        labels = {"namespace": meta["namespace"], "pod": meta["name"]}
-        for rule in rules:
-            labels[rule["targetLabel"]] = own.get(rule["sourceLabels"][0].removeprefix(prefix), "")
-        if address and numbers and pod["status"]["phase"] not in ("Succeeded", "Failed"):
-            yield {"targets": [f"{address}:{number}" for number in numbers], "labels": labels}

@@ -1,6 +1,6 @@
 """Gangs that Kubernetes places whole or not at all, on real nodes with room for eight pods' slots.
 
-The cluster has the feature gates on; each node has four slots, and a rack. Most gangs only hold
+The cluster has the feature gates on; each node has four slots. Most gangs only hold
 their slots: what they train is of no matter to the scheduler.
 """
 
@@ -21,12 +21,10 @@ pytestmark = pytest.mark.tier("all")
 NAME = f"gangs-{CHECKOUT}"
 SLOT = "example.com/slot"
 SLOTS = 4
-RACK = "topology.kubernetes.io/rack"
 HIGH = "high"
 GROUPS = "/apis/scheduling.k8s.io/v1alpha2/namespaces/{}/podgroups"
 #: Ends at SIGTERM, as PID 1 does only if asked to.
 HOLD = ["sh", "-c", "trap 'exit 143' TERM; sleep 100000 & wait"]
-STUBBORN = ["sh", "-c", "trap '' TERM; while :; do sleep 0.1; done"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,6 @@ def site(shared: Shared) -> Iterator[Site]:
         room = json.dumps({"status": {"capacity": {SLOT: str(SLOTS)}}})
         patch = ("patch", "node", node, "--subresource=status", "--type=merge", "-p", room)
         plane.kubectl(*patch, check=True)
-        plane.kubectl("label", "node", node, f"{RACK}=rack{number}", "--overwrite", check=True)
     made = support.namespace(plane)
     made.apply(
         {
@@ -113,15 +110,6 @@ def test_of_two_gangs_that_fit_only_alone_one_runs_and_one_holds_nothing(site, g
     assert after["timings"]["placedAt"] >= after["timings"]["attemptStartedAt"]
 
 
-def test_a_gang_larger_than_the_cluster_leaves_its_room_to_a_small_pod(site, gangs):
-    name = gangs("large", 3, SLOTS)
-    waits(site, name)
-    assert site.wait_phase(gangs("small", 1, SLOTS), "Running")["attempt"] == 1
-    assert site.wait_phase(gangs("pair", 2, 2), "Running")["attempt"] == 1
-    assert placed(site, name) == []
-    assert site.status(name)["restarts"]["total"] == 0
-
-
 def test_a_higher_priority_takes_a_whole_gangs_room_until_it_comes_back(site, gangs):
     low = gangs("low", 3, 2)
     site.wait_phase(low, "Running")
@@ -134,15 +122,6 @@ def test_a_higher_priority_takes_a_whole_gangs_room_until_it_comes_back(site, ga
     assert set(groups(site)) == {status["podGroup"], site.status(high)["podGroup"]}
     site.delete(high)
     assert site.wait_phase(low, "Running")["attempt"] == 2
-
-
-def test_racks_hold_a_gang_together(site, gangs):
-    near = gangs("near", 2, 2, scheduling={"topologyKey": RACK})
-    site.wait_phase(near, "Running")
-    assert len(set(placed(site, near))) == 1
-    wide = gangs("wide", 2, 3, scheduling={"topologyKey": RACK})
-    waits(site, wide)
-    site.wait_phase(gangs("anywhere", 2, 2), "Running")
 
 
 def test_a_lost_pod_comes_back_to_its_place_while_others_wait_for_room(site, gangs):
@@ -165,32 +144,6 @@ def test_a_lost_pod_comes_back_to_its_place_while_others_wait_for_room(site, gan
     site.wait_phase("waiting", "Running")
 
 
-def test_pods_that_end_slowly_keep_room_and_group_until_their_end(site, gangs):
-    body = job("stubborn", STUBBORN)
-    body["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 15
-    slow = gangs.body(body, 2)  # type: ignore[attr-defined]
-    group = site.wait_phase(slow, "Running")["podGroup"]
-    patch = ("patch", "ddpjob", slow, "--type=merge", "-p", '{"spec": {"suspend": true}}')
-    site.kubectl(*patch, check=True)
-    waits(site, gangs("next", 3, 2))
-    assert "deletionTimestamp" in groups(site)[group]["metadata"]
-    site.wait_phase("next", "Running")
-    assert not site.pods(slow)
-    wait_for(lambda: group not in groups(site), "the group to go with its last pod")
-    assert "podGroup" not in site.status(slow)
-
-
-def test_who_deletes_the_group_of_a_waiting_gang_does_it_no_harm(site, gangs):
-    first = gangs("first", 3, 2)
-    site.wait_phase(first, "Running")
-    second = gangs("second", 3, 2)
-    waits(site, second)
-    site.kubectl("delete", "podgroups", "--all", "--wait=false", check=True)
-    site.delete(first)
-    after = site.wait_phase(second, "Running")
-    assert (after["attempt"], after["restarts"]["total"]) == (1, 0)
-
-
 def test_a_preempted_training_ends_in_the_same_weights(site, gangs):
     plain = digits("undisturbed", steps=STEPS, step_seconds=0)
     gangs.body(plain, 2)  # type: ignore[attr-defined]
@@ -208,22 +161,3 @@ def test_a_preempted_training_ends_in_the_same_weights(site, gangs):
     site.hurry(name)
     site.wait_phase(name, "Succeeded")
     assert site.result(name) == wanted
-
-
-def test_the_api_is_switched_off_while_gangs_wait_and_on_again(site, gangs):
-    running = gangs("running", 3, 2)
-    before = site.wait_phase(running, "Running")
-    native = gangs("native", 3, 2, scheduling={"gang": "Native"})
-    waits(site, native)
-    try:
-        cluster.up(NAME, "--no-gang-scheduling")
-        site.wait_condition(native, "Stalled", "GangUnavailable")
-        auto = gangs("auto", 1, 2)
-        assert "podGroup" not in site.wait_phase(auto, "Running")
-        assert site.status(running)["attempt"] == before["attempt"]
-        wait_for(lambda: not site.pods(native), "the demanded gang to hold nothing")
-    finally:
-        cluster.up(NAME, "--gang-scheduling")
-    site.delete(running)
-    assert site.wait_phase(native, "Running")["podGroup"] in groups(site)
-    assert site.status(native)["restarts"]["charged"] == 0
