@@ -1,8 +1,6 @@
 """What the values of the chart refuse, and with which words; what they may be."""
 
-import itertools
 import json
-import re
 from typing import Any
 
 import pytest
@@ -184,30 +182,6 @@ def test_only_who_brings_the_definition_is_told_how_to_delete_it(helm, values):
     assert "the namespaces a, b" in helm("install", *where, "--set", "namespaces={a,b}").stdout
 
 
-def test_values_are_described_and_a_null_section_is_refused_by_name(helm):
-    """A `# --` line above each, a place in the schema; not the line of a template with a nil."""
-    lines = (CHART / "values.yaml").read_text().splitlines()
-    described = {
-        following.strip().split(":")[0]
-        for line, following in itertools.pairwise(lines)
-        if line.strip().startswith("# -- ")
-    }
-
-    def walk(values: dict[str, Any], node: dict[str, Any], path: str = "") -> None:
-        for name, value in values.items():
-            inner = node["properties"][name]
-            if isinstance(value, dict) and inner.get("properties"):
-                assert inner["additionalProperties"] is False, name
-                done = helm("template", str(CHART), "--set", f"{path}{name}=null")
-                assert f"missing property '{name}'" in done.stderr, name
-                walk(value, inner, f"{path}{name}.")
-            else:
-                assert name in described, f"{name} has no `# --` line in values.yaml"
-
-    schema = json.loads((CHART / "values.schema.json").read_text())
-    walk(yaml.safe_load("\n".join(lines)), schema)
-
-
 class Once(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value]
@@ -264,10 +238,3 @@ def test_names_that_are_numbers_or_words_of_yaml_stay_strings(helm, name):
     for body in yaml.safe_load_all(done.stdout):
         if body["kind"] != "CustomResourceDefinition":
             walk(body, body["kind"])
-
-
-def test_the_table_of_values_hides_nothing():
-    """What looks like a tag is not shown."""
-    rows = [row for row in (CHART / "README.md").read_text().splitlines() if row.startswith("|")]
-    assert len(rows) > 50
-    assert [row for row in rows if "<" in re.sub("`[^`]*`", "", row)] == []

@@ -263,39 +263,3 @@ def test_a_model_that_an_evaluation_has_left_in_eval_mode_is_warned_of(gang, how
     text = "warning: the model trains in eval mode since step 3, and was in train mode before"
     assert gang.log(0).count(text) == warned
     assert gang.log(0).count("eval mode") == warned
-
-
-def sam(step: ddp.Step, model: nn.Module, wrapped: nn.Module, x: torch.Tensor) -> None:
-    """Leave the gradients of the sharpest place nearby, as data.md has it."""
-    step.backward(quadratic(wrapped, x))
-    parameters = [*model.parameters()]
-    before = [p.detach().clone() for p in parameters]
-    with torch.no_grad():
-        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        for p in parameters:
-            p.add_(p.grad, alpha=float(0.05 / norm))
-            p.grad = None
-    step.backward(quadratic(wrapped, x))
-    with torch.no_grad():
-        for p, was in zip(parameters, before, strict=True):
-            p.copy_(was)
-
-
-@pytest.mark.tier("all")
-def test_sam_is_what_it_is_in_one_process(gang, tmp_path):
-    def program(rank: int) -> None:
-        run = ddp.start(total_steps=6, global_batch=12)
-        model = net()
-        wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-        for step in run.steps(DATA):
-            for (x,) in step.batches:
-                sam(step, model, wrapped, x)
-            step.commit()
-        if rank == 0:
-            torch.save(model.state_dict(), tmp_path / f"w-{run.world_size}")
-        run.finish()
-
-    for world in (1, 3):
-        assert gang.run(program, world=world) == dict.fromkeys(range(world), 0), gang.log(0)
-    one, three = (torch.load(tmp_path / f"w-{world}") for world in (1, 3))
-    assert all(torch.allclose(one[name], three[name], atol=1e-6) for name in one)
