@@ -190,7 +190,8 @@ def test_an_optimizers_state_by_rank_is_refused_at_the_first_snapshot(gang, tmp_
     """Each rank would go on with parts of the others', and no comparison of parameters tells."""
 
     def program(rank: int) -> None:
-        run = ddp.start(total_steps=9, global_batch=24, snapshot_dir=tmp_path, snapshot_every=2)
+        settings = ddp.Snapshots(directory=tmp_path, every=2)
+        run = ddp.start(total_steps=9, global_batch=24, snapshots=settings)
         model = Net()
         optimizer = ByOwner(model.parameters(), lr=1e-2)
         optimizer.lazy = lazy
@@ -211,8 +212,8 @@ def test_registered_values_by_rank_are_named_at_the_first_snapshot(gang, tmp_pat
     """Rank 0's come back to every rank: right for a mean that it prints, wrong for a decision."""
 
     def program(rank: int) -> None:
-        # By the keywords from before ddp.Snapshots: no other script of the tests has them.
-        run = ddp.start(total_steps=9, global_batch=24, snapshot_dir=tmp_path, snapshot_every=2)
+        settings = ddp.Snapshots(directory=tmp_path, every=2)
+        run = ddp.start(total_steps=9, global_batch=24, snapshots=settings)
         model = Net()
         wrapped, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-2))
         mean = run.state("mean", loss=0.0)

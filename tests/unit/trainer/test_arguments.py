@@ -28,7 +28,7 @@ CALLS: dict[type[Arguments], Any] = {
 #: Looked at elsewhere: as data, or as what is trained.
 ELSEWHERE = {
     "dataset", "metric", "model", "optimizer", "scheduler", "before_update", "self", "snapshots",
-    "logging", "old",
+    "logging",
 }  # fmt: skip
 ODD: dict[str, list[Any]] = {  # by the type that is declared
     "int": [True, 1.0, "3", "", -(2**70), 2**70, math.nan, [1], {}],

@@ -1,4 +1,4 @@
-"""`ddpjob`: one command on a laptop; what it hands over, and how its old spelling comes to it."""
+"""`ddpjob`: one command on a laptop; what it hands over, and its old spelling."""
 
 import argparse
 import os
@@ -22,15 +22,10 @@ def run(
     )  # fmt: skip
 
 
-def test_the_old_spelling_does_the_same_with_a_line_of_advice(tmp_path):
-    (tmp_path / "train.py").write_text("")
-    (tmp_path / "yaml.py").write_text("raise SystemExit('of the script, not of the command')")
-    words = ("init", "train.py", "--", "--lr", "1")
-    old, new = (run(f"ddpjob_{one}", *words, path=tmp_path) for one in ("trainer", "tools"))
-    assert (old.returncode, old.stdout) == (new.returncode, new.stdout) == (0, new.stdout)
-    advice = "ddpjob-trainer: write `ddpjob init`, from version 0.2.0 on the only spelling\n"
-    assert old.stderr == advice + new.stderr
-    assert run("ddpjob_trainer", "audit", "--", "no.py", path=tmp_path).returncode == 64
+def test_the_old_spelling_is_refused_with_the_new_one(tmp_path):
+    old = run("ddpjob_trainer", "audit", "--", "no.py", path=tmp_path)
+    assert old.returncode == 2
+    assert old.stderr.endswith("ddpjob-trainer: error: write `ddpjob audit`\n")
 
 
 def test_what_is_the_plugins_is_handed_over(tmp_path):

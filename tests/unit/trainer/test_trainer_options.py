@@ -10,7 +10,7 @@ import torch
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.errors import ConfigError
-from ddpjob_trainer.options import ModelOptions, Options, advice
+from ddpjob_trainer.options import ModelOptions, Options
 from ddpjob_trainer.training.models.prepare import REFUSALS, Facts, refuse_incompatible
 
 
@@ -86,20 +86,13 @@ def test_a_value_that_cannot_be():
         ModelOptions(ema=1.0).check()
 
 
-def test_the_keywords_from_before_count_once_and_are_shown_in_the_new_way():
-    old = {"snapshot_dir": "a", "log_every": 2, "allow_changes": "data"}
-    new = "snapshots=ddp.Snapshots(directory=..., allow_changes=...), logging=ddp.Logging(every="
-    assert advice(old) == f"advice: in place of {', '.join(old)} give start() {new}...)"
-    taken = ddp.Snapshots.taken(ddp.Snapshots(every=3), old)
-    assert (taken.directory, taken.every, *taken.allow_changes) == (Path.cwd() / "a", 3, "data")
-    assert ddp.Logging.taken(None, old) == ddp.Logging(every=2)
-    for wrong, near in (("total_step", "total_steps"), ("keep", "snapshots=ddp.Snapshots(keep=")):
-        with pytest.raises(TypeError, match=f"{wrong!r}; did you mean {re.escape(near)}"):
-            advice([*old, wrong])
+def test_groups_of_options_are_checked_as_one_is():
+    taken = ddp.Snapshots.taken(ddp.Snapshots(directory="a", allow_changes="data"))
+    assert (taken.directory, *taken.allow_changes) == (Path.cwd() / "a", "data")
+    assert ddp.Logging.taken(None) == ddp.Logging()
     for given, words in (
-        (ddp.Snapshots(directory="b"), "snapshot_dir and snapshots.directory are one option"),
         (ddp.Snapshots(keep=1), "snapshots.keep=1 must be at least 2"),
         ("a", "snapshots must be made as snapshots=ddp.Snapshots(...)"),
     ):
         with pytest.raises(ConfigError, match=re.escape(words)):
-            ddp.Snapshots.taken(given, old)
+            ddp.Snapshots.taken(given)

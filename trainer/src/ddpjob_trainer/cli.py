@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import ddpjob_contract as contract
 from ddpjob_contract.crd import DEFAULTS
@@ -34,7 +34,7 @@ examples:
 
 exit code: that of the first process that failed, 128+n when signal n killed it
 """
-#: Verbs of `ddpjob` that were this command's: until 0.2.0 it hands them over.
+#: Verbs of `ddpjob` that were this command's before 0.2.0.
 _MOVED = ("audit", "chaos", "gpu-check", "init", "local")
 
 
@@ -294,19 +294,13 @@ def _say(text: str) -> None:
     printing.warn(f"ddpjob-trainer: {text}")
 
 
-def _moved(words: Sequence[str]) -> NoReturn:
-    """Become `ddpjob`, in this process: signals and standard files reach it as they are."""
-    _say(f"write `ddpjob {words[0]}`, from version 0.2.0 on the only spelling")
-    # Without -P the folder of the call would come first on the path, as it does for no program.
-    os.execv(sys.executable, [sys.executable, "-P", "-m", "ddpjob_tools", *words])
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    parser = _parser()
     if words and words[0] in _MOVED:
-        _moved(words)
-    options = _parser().parse_args(joined(words))
+        parser.error(f"write `ddpjob {words[0]}`")
+    options = parser.parse_args(joined(words))
     if options.command == "evidence":
         return _evidence(options)
     if options.command == "snapshot":

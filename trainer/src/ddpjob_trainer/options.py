@@ -6,9 +6,8 @@ Name, type, default, bounds and choices: arguments.py checks them. Never imports
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Self
 
 from ddpjob_trainer.arguments import Arguments
@@ -34,7 +33,7 @@ _COUNT_ONCE = (
 
 
 def _option(default: Any = MISSING, **bounds: Any) -> Any:
-    """Declare an option. ``bounds``: choices, a cure, least, most; ``old``: its keyword before."""
+    """Declare an option. ``bounds``: choices, a cure, least, most."""
     return field(default=default, metadata=bounds)
 
 
@@ -82,23 +81,15 @@ class Options(Arguments):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Group(Arguments):
-    """Options of start() that go together. Metadata ``old``: the keyword that each was before."""
+    """Options of start() that go together."""
 
     @classmethod
-    def taken(cls, given: object, old: Mapping[str, Any]) -> Self:
-        """Check what start() was given, with values by ``old`` keywords. Raises ConfigError."""
+    def taken(cls, given: object) -> Self:
+        """Check what start() was given; None: the defaults. Raises ConfigError."""
         group, word = cls() if given is None else given, cls.__name__.lower()
         if not isinstance(group, cls):
             raise ConfigError(f"{word} must be made as {word}=ddp.{cls.__name__}(...)")
-        values = {one.name: getattr(group, one.name) for one in fields(cls)}
-        for one in fields(cls):
-            before = one.metadata["old"]
-            if before in old and values[one.name] != one.default:
-                raise ConfigError(
-                    f"{before} and {word}.{one.name} are one option: leave {before} out"
-                )
-            values[one.name] = old.get(before, values[one.name])
-        return cls.among(values, f"{word}.")
+        return cls.among({one.name: getattr(group, one.name) for one in fields(cls)}, f"{word}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,15 +112,13 @@ class Snapshots(_Group):
     removed), "namespace" (of the job that made it).
     """
 
-    directory: str | os.PathLike[str] | None = _option(None, old="snapshot_dir")
-    every: int | str | None = _option(None, least=1, old="snapshot_every")
-    keep: int | None = _option(None, least=MIN_KEEP, old="snapshot_keep")
-    staging: str = _option("auto", choices=("auto", "inline", "thread"), old="snapshot_staging")
-    upload: str | None = _option(None, old="snapshot_upload")
-    hyperparameters: str = _option(
-        "snapshot", choices=("snapshot", "script"), old="resume_hyperparameters"
-    )
-    allow_changes: str | Sequence[str] = _option((), choices=CHANGES, old="allow_changes")
+    directory: str | os.PathLike[str] | None = _option(None)
+    every: int | str | None = _option(None, least=1)
+    keep: int | None = _option(None, least=MIN_KEEP)
+    staging: str = _option("auto", choices=("auto", "inline", "thread"))
+    upload: str | None = _option(None)
+    hyperparameters: str = _option("snapshot", choices=("snapshot", "script"))
+    allow_changes: str | Sequence[str] = _option((), choices=CHANGES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,34 +132,10 @@ class Logging(_Group):
     printed once and ends nothing (default: none).
     """
 
-    every: int | None = _option(None, least=1, old="log_every")
-    events: str | os.PathLike[str] | None = _option(None, old="events")
-    tensorboard: str | os.PathLike[str] | None = _option(None, old="tensorboard_dir")
-    log: Log | None = _option(None, old="log")
-
-
-_FIELDS = [(kind.__name__, one) for kind in (Snapshots, Logging) for one in fields(kind)]
-
-
-def _now(names: Collection[str]) -> str:
-    """Return how start() takes the fields of these names, of now or before; "" for others."""
-    found: dict[str, list[str]] = {}
-    for kind, one in _FIELDS:
-        if {one.name, one.metadata["old"]} & {*names}:
-            found.setdefault(kind, []).append(f"{one.name}=...")
-    return ", ".join(f"{kind.lower()}=ddp.{kind}({', '.join(of)})" for kind, of in found.items())
-
-
-def advice(old: Collection[str]) -> str:
-    """Say how start() takes these old keywords now. Raises TypeError for one that never was."""
-    olds = [one.metadata["old"] for _, one in _FIELDS]
-    for name in old:
-        if name not in olds:
-            right = [one.name for one in fields(Options)] + [one.name for _, one in _FIELDS]
-            near = get_close_matches(name, [*right, "snapshots", "logging", *olds], n=1)
-            hint = f"; did you mean {_now(near) or near[0]}?" if near else ""
-            raise TypeError(f"start() got an unexpected keyword argument {name!r}{hint}")
-    return f"advice: in place of {', '.join(old)} give start() {_now(old)}" if old else ""
+    every: int | None = _option(None, least=1)
+    events: str | os.PathLike[str] | None = _option(None)
+    tensorboard: str | os.PathLike[str] | None = _option(None)
+    log: Log | None = _option(None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

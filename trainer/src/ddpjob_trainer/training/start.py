@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ from ddpjob_trainer.gradients.elastic import Averaging, ElasticAveraging
 from ddpjob_trainer.liveness import stacks
 from ddpjob_trainer.liveness.hang import watch
 from ddpjob_trainer.liveness.heartbeat import RankStateWriter
-from ddpjob_trainer.options import Logging, Options, Snapshots, advice
+from ddpjob_trainer.options import Logging, Options, Snapshots
 from ddpjob_trainer.printing import say
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.remote.client import check_upload
@@ -69,7 +68,6 @@ def start(
     resume: str | os.PathLike[str] | None = None,
     snapshots: Snapshots | None = None,
     logging: Logging | None = None,
-    **old: Any,
 ) -> Run:
     """Join the other processes and return the Run.
 
@@ -94,7 +92,6 @@ def start(
     ``resume``: a file of weights to begin with, if this run has no snapshot yet: safetensors, as
     `ddpjob-trainer snapshot export` and run.save() write it, or a state_dict of torch.
     ``snapshots``: see Snapshots; ``logging``: see Logging. None: as the environment says.
-    ``old``: fields of these as keywords, such as snapshot_dir; a line shows the new way.
 
     The call is the same alone, under torchrun and under our launcher. Raises ConfigError; ends
     the process with exit code 75 when the others do not come.
@@ -118,8 +115,6 @@ def start(
     if env.rank == 0 and env.world_size > 1 and (ignored := overwritten_master(os.environ)):
         say(0, ignored)
     failpoints.reach("import")
-    if (text := advice(old)) and env.rank == 0:
-        say(0, text)
     given["threads"] = (env.threads or 1) if threads is None else threads
     options = Options.among(given)
     place = accelerator.choose(options.device, env.local_rank, os.environ)
@@ -128,8 +123,8 @@ def start(
         options = replace(options, level=determinism.LEVELS[place.type])
     options.check(env.world_size)
     determinism.pin_arithmetic(options.level, options.threads, place)
-    reporting = Logging.taken(logging, old)
-    settings = _snapshot_settings(env.snapshot, Snapshots.taken(snapshots, old))
+    reporting = Logging.taken(logging)
+    settings = _snapshot_settings(env.snapshot, Snapshots.taken(snapshots))
     _begin_in(settings, options.total_steps or options.epochs or 0)
     recorder = Recorder(env.chaos, env.rank)
     recorder.started(env.identity, options.total_steps, settings)
