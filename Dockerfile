@@ -40,7 +40,7 @@ RUN --mount=type=secret,id=index --mount=type=secret,id=ca \
 COPY --from=operator-code /opt/ddpjob /opt/ddpjob
 LABEL org.opencontainers.image.title="ddpjob operator" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0"
+      org.opencontainers.image.version="0.2.0"
 USER 1000:1000
 ENTRYPOINT ["ddpjob-operator"]
 
@@ -64,6 +64,6 @@ RUN chmod -R a+rX /workspace && chown 1000:1000 /workspace
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 LABEL org.opencontainers.image.title="ddpjob trainer" \
       org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="0.1.0"
+      org.opencontainers.image.version="0.2.0"
 WORKDIR /workspace
 USER 1000:1000

@@ -3,7 +3,7 @@
 Everything goes through the tools a user has: helm, kubectl and the example manifest. With
 KUBECONFIG_DEMO set, that cluster is used instead of a local one, with the helm and kubectl on
 PATH; an operator that is installed there is left as it is. DDPJOB_DEMO_REGISTRY names where its
-nodes pull the two images from, as REGISTRY/operator:0.1.0 and REGISTRY/trainer:0.1.0.
+nodes pull the two images from, as REGISTRY/operator:0.2.0 and REGISTRY/trainer:0.2.0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MANIFEST = ROOT / "manifests" / "examples" / "digits.yaml"
 CLUSTER = "demo"
 NAMESPACE = "ddpjob-demo"
 SYSTEM = "ddpjob-system"
-IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
+IMAGES = ("ddpjob/operator:0.2.0", "ddpjob/trainer:0.2.0")
 REGISTRY = os.environ.get("DDPJOB_DEMO_REGISTRY", "ddpjob")
 JOB, TWIN = "digits", "digits-undisturbed"
 #: The replica that loses its training process, once half of the steps are done, and the one

@@ -111,7 +111,7 @@ def test_examples_are_restricted_and_run_scripts_that_exist():
         assert pod["securityContext"]["runAsNonRoot"] is True, file
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         (container,) = pod["containers"]
-        assert container["image"] in ("ddpjob/trainer:0.1.0", "example/trainer-s3:1")
+        assert container["image"] in ("ddpjob/trainer:0.2.0", "example/trainer-s3:1")
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert "hostPath" not in json.dumps(body)

@@ -28,7 +28,7 @@ from support.plane import is_first, is_rank, processes_with, send
 from support.rest import JOBS
 from support.rounds import UNHURRIED, patch
 
-IMAGES = ("ddpjob/operator:0.1.0", "ddpjob/trainer:0.1.0")
+IMAGES = ("ddpjob/operator:0.2.0", "ddpjob/trainer:0.2.0")
 SYSTEM = "ddpjob-system"
 OPERATOR_LABEL = "app.kubernetes.io/name=ddpjob-operator"
 CLAIM = "snapshots"

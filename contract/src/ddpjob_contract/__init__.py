@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final, Literal, TypedDict
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # --- Environment of the trainer container -------------------------------------------------
 

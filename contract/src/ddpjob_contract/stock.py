@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-IMAGE: Final = "ddpjob/trainer:0.1.0"
+IMAGE: Final = "ddpjob/trainer:0.2.0"
 #: As in dev/requirements/torch.in; tests/unit/test_plugin_init.py holds them equal.
 TORCH: Final = "2.13.0"
 #: What Python can import there beside its own library; held to the pins by the same file.

@@ -3,4 +3,4 @@
 core/ is pure and decides; shell/ talks to the API server and decides nothing.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -5,4 +5,4 @@ and rights. kubectl.py runs it, podproxy.py asks the trainers, gang.py reads the
 script/ makes a manifest of a script, commands/ has one file per command.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ddpjob_trainer.training.step import Step
 
 environment.arrive(os.environ)
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "ConfigError", "Logging", "Run", "Snapshots", "Step", "read_snapshot", "start",
     "steps_per_epoch",

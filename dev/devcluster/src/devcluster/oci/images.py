@@ -1,6 +1,6 @@
 """The images of this checkout: built after a change of any input, and loaded into nodes.
 
-`ddpjob/operator:0.1.0` and `ddpjob/trainer:0.1.0` come from the Dockerfile. The inputs of an image
+`ddpjob/operator:0.2.0` and `ddpjob/trainer:0.2.0` come from the Dockerfile. The inputs of an image
 are hashed; the same hash is not built twice, and a record in the cache keeps the result of the
 build. Stages that do not change (the base, torch) are taken from buildah's layer cache.
 """
@@ -31,7 +31,7 @@ from devcluster.oci.imagestore import (
 )
 
 CHECKOUT = Path(__file__).resolve().parents[5]
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 TARGETS = ("operator", "trainer")
 _FORMAT = "1"
 _NEEDED_GIBIBYTES = 8
@@ -103,7 +103,7 @@ def image_key(target: str, checkout: Path = CHECKOUT) -> str:
 def load_into(socket_paths: Sequence[Path], image: str, log: Log) -> None:
     """Give an image to the containerd of each node; quick where it is there already.
 
-    ``image`` is one of ours (``ddpjob/trainer:0.1.0``; built first when it is not up to date) or
+    ``image`` is one of ours (``ddpjob/trainer:0.2.0``; built first when it is not up to date) or
     the path of an archive that `docker save`, `podman save` or `buildah push oci-archive:` wrote.
     """
     if Path(image).is_file():
