@@ -104,7 +104,7 @@ async def ours(site: Site, client: Client, fault: str, name: str, node: str) -> 
     site.apply(job)
     before = await asyncio.to_thread(snapshot_of, site, name)
     if "standby" in fault:
-        waits = lambda: "nothing runs here" in site.kubectl("logs", f"{name}-3").stdout  # noqa: E731
+        waits = lambda: "no worker runs" in site.kubectl("logs", f"{name}-3").stdout  # noqa: E731
         await asyncio.to_thread(wait_for, waits, f"a standby of {name}", _PATIENCE)
         await asyncio.sleep(_WARM_SECONDS)
     if "others kept" in fault or "standby" in fault:

@@ -71,7 +71,7 @@ OWN: dict[str, tuple[tuple[Any, ...], ...]] = {
         ("spec.standby", -1, "greater than or equal"),
         ("spec.standbyPriorityClassName", "Low"),
         ("spec.scheduling", {"gang": "native"}, "Auto", "Native"),
-        ("spec.scheduling", {"gang": "None", "topologyKey": "rack"}, "leave out either"),
+        ("spec.scheduling", {"gang": "None", "topologyKey": "rack"}, "remove one"),
         ("spec.scheduling.topologyKey", "a b", "topologyKey"),
         ("spec.scheduling.priorityClassName", "High", "priorityClassName"),
         ("spec.nprocPerNode", 65, "from 1 to 64"),
@@ -195,7 +195,7 @@ ANOTHER: dict[str, tuple[tuple[Any, ...], ...]] = {
         (f"{TRAINER}.volumeMounts.0", {"name": "mine", "mountPath": "/snapshots/"},
          "spec.snapshot.path", "mountPath", "remove that mount"),
     ),
-    "high": ((f"{POD}.priorityClassName", "low", "spec.scheduling", "leave out either"),),
+    "high": ((f"{POD}.priorityClassName", "low", "spec.scheduling", "remove one"),),
     "standby": tuple(
         (path, value, "spec.standby needs at least 2 replicas")
         for path, value in (("spec.replicas", 1), ("spec.restart.maxRestarts", 0),

@@ -76,7 +76,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 @pytest.mark.parametrize(
     ("start", "text"),
     [
-        ({"epochs": 2}, "epochs=2: nobody knows how long an epoch of a stream is"),
+        ({"epochs": 2}, "epochs=2: an epoch of a stream has no known length"),
         ({"total_steps": 2}, "step.ends_epoch: a stream does not say where it ends"),
     ],
 )

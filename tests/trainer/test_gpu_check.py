@@ -1,4 +1,4 @@
-"""gpu-check as it runs without a GPU: what means anything there passes, the rest says why not."""
+"""gpu-check without a GPU: the checks that need none pass, the rest says why not."""
 
 import json
 import re

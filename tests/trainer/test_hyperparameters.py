@@ -74,7 +74,7 @@ def test_the_snapshots_go_on_and_it_is_told_each_time(gang, tmp_path):
     other: dict[str, Any] = {"lr": 0.3, "decay": 0.5, "length": 20}
     text = (
         f"warning: {SAID}optimizer weight_decay 0.0 (now 0.5), optimizer initial_lr 0.1 (now 0.3),"
-        " scheduler T_max 8 (now 20): the snapshot's go on"
+        " scheduler T_max 8 (now 20): keeping those of the snapshot"
     )
     assert text in alone(gang, train(a, 6, **other))
     assert text in alone(gang, train(a, 7, **other))
@@ -88,7 +88,7 @@ def test_the_scripts_are_taken_where_it_asks(gang, tmp_path):
     script = {"hyperparameters": "script"}
     other: dict[str, Any] = {"lr": 0.3, "decay": 0.5, "length": 20, **script}
     said = alone(gang, train(tmp_path / "a", 5, **other))
-    assert "from here on those of now hold" in said
+    assert "using the new ones, as snapshots" in said
     end = said.split("end ")[1]
     assert end.startswith("0.15")  # half of it, as the schedule was there
     assert "0.5 {'T_max': 20, 'eta_min': 0.0, 'base_lrs': [0.3], 'last_epoch': 5" in end

@@ -79,5 +79,5 @@ def test_a_program_without_the_library_is_refused_with_the_cure(script, tmp_path
         ask = ("-m", "ddpjob_trainer", "profile", "--rank", 0, "--metrics-port", port)
         code, said = finished(*ask)
     assert code == 1
-    assert "rank 0 takes no order" in said
+    assert "rank 0 cannot be profiled now" in said
     assert "can use torch.profiler themselves" in said

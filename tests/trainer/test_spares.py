@@ -262,7 +262,7 @@ until_spares(2)  # those of the round that does not come, so that none is at its
     for rank in range(3):
         said = [line for line in out.splitlines() if line.startswith(f"[rank {rank}]")]
         assert said == [f"[rank {rank}] has 0", f"[rank {rank}] has 1"]
-    assert err.count("warning: --preload is left to each process: absent: ModuleNotFound") == 1
+    assert err.count("imports --preload's modules itself: absent: ModuleNotFound") == 1
     assert [imported(path) for path in modules] == [1, 1]
 
 

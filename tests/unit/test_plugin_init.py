@@ -314,7 +314,7 @@ def test_any_text_reads_back_as_it_was(text):
         (["SCRIPT", "--memory", "16"], "--memory '16': must be a size, such as 16Gi"),
         (["SCRIPT", "--cpu", "0"], "--cpu '0': must be a number, such as 4 or 500m"),
         (["SCRIPT", "--env", "A"], "--env A: must be NAME=VALUE"),
-        (["SCRIPT", "--env", "RANK=1"], "RANK is the operator's to set"),
+        (["SCRIPT", "--env", "RANK=1"], "RANK is set by the operator"),
         (["SCRIPT", "--resume-args", "{newest}"], "{newest} needs --resume-when GLOB"),
         (["SCRIPT", "--resume-when", "x"], "--resume-when x: needs --resume-args"),
         (["SCRIPT", "--resume-args", "--from=$HOME"], "--from=$HOME: without $"),

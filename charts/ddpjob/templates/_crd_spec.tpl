@@ -77,7 +77,7 @@ x-kubernetes-validations:
     fieldPath: .scheduling
     message: >-
       spec.scheduling.priorityClassName differs from that of spec.template.spec, and all pods have
-      the same: leave out either
+      the same: remove one
   - rule: self.nodeLost.policy != 'Fence' || has(self.snapshot)
     fieldPath: .nodeLost
     message: >-
@@ -128,7 +128,7 @@ properties:
       - rule: self.gang != 'None' || self.topologyKey == ''
         fieldPath: .topologyKey
         message: >-
-          spec.scheduling.topologyKey needs a PodGroup, and gang None makes none: leave out either
+          spec.scheduling.topologyKey needs a PodGroup, and gang None makes none: remove one
     properties:
       gang:
         description: >-

@@ -116,8 +116,8 @@ class Settings:
     )
     metrics_from: tuple[dict[str, Any], ...] = _flag(
         (),
-        "a list of NetworkPolicyPeers: only they, the operator must be one, and the gang may reach"
-        " a gang's metrics port; empty lets everybody",
+        "the NetworkPolicyPeers that may reach a gang's metrics port, beside the gang itself; the"
+        " operator must be among them; empty: everybody",
         _peers,
         metavar="JSON",
     )
@@ -142,13 +142,13 @@ class Settings:
     context: str = _flag("", "a context of the kubeconfig")
     lease_name: str = _flag(
         "ddpjob-operator",
-        "of several operators with the same lease one acts and the others stand by",
+        "of several operators with the same lease only one acts",
     )
     lease_namespace: str = _flag(
         "", "where the lease lies; empty takes the namespace of the credentials", metavar="NS"
     )
     lease_seconds: float = _flag(
-        15.0, "how long a dead leader's lease holds the others back", _positive, metavar="S"
+        15.0, "after so long another operator takes over from a dead one", _positive, metavar="S"
     )
     probe_host: str = _flag("", "address of /healthz, /readyz and /metrics (all)")
     probe_port: int = _flag(8080, "their port; 0 takes any free one", int)

@@ -56,7 +56,7 @@ def test_an_hour_without_a_failure_resets_budgets_and_backoff_at_once():
     (event,) = world.events
     assert (event.type, event.reason) == ("Normal", "BudgetHealed")
     assert event.message == (
-        "3600 s without a failure: the budget is whole again;"
+        "3600 s without a failure: the budget is full again;"
         " spent until now: 1 restarts charged, 1 disruptions"
     )
     # And never again: there is nothing to heal, so nothing to write and nothing to wake for.

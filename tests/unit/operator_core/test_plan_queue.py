@@ -111,7 +111,7 @@ WAITING = {
         queued().kueue_does(admit, count=2).sees(made=0).do(check_given_up)),
     "flavours that cannot be read": lambda: (
         running().patch(suspend=True).restart_operator().patch(suspend=False).wait(LATER)
-        .sees("are read: default")),
+        .sees("have ended: default")),
 }  # fmt: skip
 
 

@@ -167,10 +167,10 @@ def test_a_pod_of_ours_that_ends_slowly_is_no_reason_to_taint_its_node():
 @pytest.mark.parametrize(
     ("message", "who", "cure"),
     [
-        (DENIED, "the namespace's Pod Security level", "set in the template"),
+        (DENIED, "the namespace's Pod Security level", "set what it names in the template"),
         (
             'pods "job-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=1',
-            "a ResourceQuota", "tried again by itself",
+            "a ResourceQuota", "the operator tries again",
         ),
         (
             'pods "job-0" is forbidden: error looking up service account t/a: not found',

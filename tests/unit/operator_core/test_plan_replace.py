@@ -205,7 +205,7 @@ DECISIONS = {
         holding().vanish(1).run(1).sees(phase="Running", intent=(2, 1, "1:2"), counts=(1, 0, 1))
         .end(0, 0).end(2, 0).wait(330).end(1, 75).wait(5)
         .sees(intent=(3, 3, ""), counts=(1, 0, 1))
-        .tells("Restarting", "before the new pod of replica 1 came to them")
+        .tells("Restarting", "before the new pod of replica 1 joined them")
         .run().all_end(0).settle().sees(phase="Succeeded")),
     "its own failure is a loss": lambda: joined(1, 0, 2).end(1, 1).wait(5).sees(total=2),
     "and so is one while the hub is there": lambda: joined(1, 2).end(1, 75).wait(5).sees(total=2),
@@ -571,7 +571,7 @@ def test_what_had_broken_the_gang_is_said_to_the_end():
     world = running(graceful=True, restart={"maxRestarts": 0}).end(1, 1, settle=False)
     world.patch(suspend=True)
     said = world.condition("Suspended")["message"]
-    assert "the gang was broken by then" in said
+    assert "the gang had already failed" in said
     world.pods.clear()
     world.settle().wait(20)
     assert world.condition("Suspended")["status"] == "True"

@@ -105,7 +105,7 @@ def test_a_difference_stays_until_a_later_restart_is_proven():
     world = poll(running(), proof=DIFFERS)
     status, reason, said = proven(world)
     assert (status, reason) == ("False", "StepsDiffer")
-    assert said.startswith("step 14, done again after a restart, differs on rank 2 in its random")
+    assert said.startswith("step 14, repeated after a restart, differs on rank 2 in its random")
     poll(poll(world, proof=DIFFERS))  # a new pod has nothing to tell
     assert proven(world) == (status, reason, said)
     assert [kind for kind, _ in told(world)] == ["Warning"]

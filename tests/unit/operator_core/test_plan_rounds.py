@@ -162,7 +162,7 @@ def test_more_rounds_than_records_are_counted_and_the_list_stays_bounded():
         ({"round": 0, "rank": 2, "kind": "hang", "signal": 9}, "Hang", "SIGKILL",
          "hang: no sign of life for longer than spec.hang allows"),
         ({"round": 0, "rank": 2, "code": 75, "kind": "peerLost"}, "Infrastructure", "ExitCode75",
-         "peerLost: another rank was gone first"),
+         "peerLost: another rank failed first"),
         ({"round": 0, "rank": 2, "code": 143}, "Disruption", "SIGTERM", ""),
         ({"round": 0, "replica": 2, "code": "x"}, "User", "Unknown", ""),
         ({"round": 0, "replica": 2, "code": 255, "kind": "exit"}, "User", "ExitCode255", ""),

@@ -244,7 +244,7 @@ def test_the_status_shows_who_serves_until_all_restart():
     world = standing_by().end(1, 137).poll(holds=True, serving="1:3", round=1).wait(2)
     assert world.status["serving"] == "1:3"
     (told,) = (event.message for event in world.events if event.reason == "TookOver")
-    assert told == "pods that stood by: job-3 serves replica 1"
+    assert told == "standby pods: job-3 serves replica 1"
     again = len(world.events)
     world.poll(holds=True, serving="1:3", round=2).wait(2)
     assert "TookOver" not in [event.reason for event in world.events[again:]]

@@ -70,7 +70,7 @@ def test_where_nobody_tells_nothing_is_known(text, tmp_path):
 
 
 FREE, LIMITED = Memory(0, None, None), Memory(1, 2 * GIB, 2 * GIB)
-AT_LIMIT = "the kernel killed it: raise resources.limits.memory, or have it use less"
+AT_LIMIT = "the kernel killed it: raise resources.limits.memory, or let the program use less"
 OF_NODE = "the kernel killed it, as its node had none left: raise resources.requests.memory"
 
 

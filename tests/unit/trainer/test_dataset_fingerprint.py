@@ -94,9 +94,7 @@ DIFFERENT = [
 
 def test_what_differs_is_refused_where_no_code_of_the_scripts_made_it():
     for one, other, what in DIFFERENT:
-        words = (
-            f"dataset of rank 2 is not rank 0's, by {what}.*: every rank must be given the whole"
-        )
+        words = f"dataset of rank 2 is not rank 0's, by {what}.*: give every rank the same whole"
         with pytest.raises(ConfigError, match=words):
             compared([one, one, other], step=1)
 

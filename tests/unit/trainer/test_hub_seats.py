@@ -19,9 +19,9 @@ OTHER_ATTEMPT = "this hub belongs to attempt 4"
     [
         ({"uid": "other"}, "another job", False),
         ({"token": "x"}, "", False),  # a pod made without a secret asks for none
-        ({"nproc": 1}, "3 replicas of 2", True),
-        ({"replicas": 4}, "3 replicas of 2", True),
-        ({"standby": 1}, "3 replicas of 2 processes, there", True),
+        ({"nproc": 1}, "hub has 3x2", True),
+        ({"replicas": 4}, "hub has 3x2", True),
+        ({"standby": 1}, "3x2 processes, launcher", True),
         ({"seat": 3}, "replica 3 is not one of 3", True),
         ({"seat": -1}, "replica -1 is not one of 3", True),
         ({"seat": 1}, "admitted before", False),

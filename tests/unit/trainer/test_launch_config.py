@@ -194,7 +194,7 @@ def test_a_new_hub_calls_the_standbys_too(script):
 
 
 def test_a_standby_without_rounds_is_refused(script):
-    with pytest.raises(ConfigError, match="this pod is a standby, which needs restarts in place"):
+    with pytest.raises(ConfigError, match="a standby pod needs restarts in place"):
         waiting(script, **{BUDGET: "0"})
 
 

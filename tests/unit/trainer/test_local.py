@@ -288,7 +288,7 @@ def mounted(**source: Any) -> dict[str, Any]:
     [
         ({"T.command": ["python3", "/app/no.py"]}, "command: /app/no.py.*--map /app=DIR"),
         ({"T.command": ["/opt/no"]}, "command: /opt/no: not found.*--map /opt=DIR"),
-        ({"T.command": []}, "command: must be there"),
+        ({"T.command": []}, "command: is missing"),
         ({"T.workingDir": "/app"}, "workingDir: /app.*--map /app=DIR"),
         ({"T.env": [{"name": "T", "valueFrom": {}}]}, "valueFrom of T.*export T="),
         ({"T.env": [{"name": "RANK", "value": "1"}]}, "RANK is the operator's"),
@@ -310,7 +310,7 @@ def mounted(**source: Any) -> dict[str, Any]:
         (mounted(items=ITEMS), r"items: path '../../x' must stay in the folder"),
         (mounted(items=[{"key": "y", "path": "y"}]), "key 'y': .* no such one.* name a key"),
         ({**mounted(), "T.volumeMounts": [{"name": "files"}]}, "mountPath: None must be below /"),
-        ({"spec.replicas": 9999}, "9999 replicas of 1 processes: .* --replicas 9999 --nproc 1, or"),
+        ({"spec.replicas": 9999}, "9999 replicas of 1 processes: .* --replicas 9999 --nproc 1"),
         ({"metadata": {"name": "../x"}}, "metadata.name: '../x' must be"),
         ({"kind": "Job"}, "0 objects of kind DDPJob in the file, which has ConfigMap, Job"),
         ({"apiVersion": "ddpjob.dev/v1beta1"}, "apiVersion: 'ddpjob.dev/v1beta1' must be"),

@@ -141,7 +141,7 @@ def test_without_spares_nothing_is_preloaded_which_is_told():
     told: list[str] = []
     program = Program("x.py", (), False)
     Spares(program, 0, {}, ("json",), selectors.DefaultSelector(), told.append)
-    assert told == ["warning: --preload is left to each process, as there are no warm spares"]
+    assert told == ["warning: no warm spares, so each process imports --preload's modules itself"]
 
 
 def test_spares_of_another_rank_end_and_are_not_called():

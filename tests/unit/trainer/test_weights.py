@@ -214,7 +214,7 @@ def test_sums_in_another_order_are_told():
 
 def test_a_schedule_that_counts_something_else_now_is_told():
     steps, epochs = {"scheduler_every": ["step"]}, {"scheduler_every": ["epoch"]}
-    assert "at every step before the snapshot, and do so at every epoch" in schedule_warning(
+    assert "at every step before the snapshot and now advance at every epoch" in schedule_warning(
         steps, epochs
     )
     assert schedule_warning(epochs, epochs) == schedule_warning({}, epochs) == ""  # or an older one

@@ -30,7 +30,7 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.launcher import workdir
 
 _DESCRIPTION = """\
-Does training go on rightly after a kill? Run any script undisturbed, then kill it and start it
+Does training resume correctly after a kill? Run any script undisturbed, then kill it and start it
 again, and name the first step that differs, and what does: samples repeated or left out, random
 numbers, optimizer, scheduler, nothing loaded at all; with the cure in the framework's own words.
 
@@ -47,8 +47,8 @@ examples:
   ddpjob audit --stop-after 500 -- -m package.train    a long run: its first 500 steps
   ddpjob audit --link data --leave-out runs -- train.py
 
-exit code: 0 it goes on rightly, 1 it does not, 3 not to be judged (it fails by itself, makes no
-step, does not repeat itself), 64 not possible as asked
+exit code: 0 it resumes correctly, 1 it does not, 3 no verdict (it fails by itself, makes no step,
+does not repeat itself), 64 not possible as asked
 """
 _NOT_JUDGED = 3
 _CODES = {cause.RIGHT: 0, cause.ROUNDING: 0, cause.WRONG: 1, cause.UNKNOWN: _NOT_JUDGED}
@@ -73,7 +73,7 @@ _OPTIONS: tuple[verb.Option, ...] = (
     ("--resume-when GLOB", str, "",
      "checkpoints, as 'out/*.pt': {newest} in --resume-args is the newest"),
     ("--seed N", int, None,
-     "seed torch, random and numpy at each start, of a script that does not"),
+     "seed torch, random and numpy at each start, if the script does not"),
     ("--kill-after STEP", int, None, "default: within an epoch after the first, past a checkpoint"),
     ("--stop-after STEP", int, None, "end each run there (default: at its end)"),
     ("--link NAME", list, [],
@@ -88,7 +88,7 @@ def add(commands: Any) -> None:
     """Describe the command to argparse."""
     verb.add(
         commands, "audit",
-        "find out whether any script goes on rightly after a kill, and what is wrong",
+        "test whether a script resumes correctly after a kill, and name what is wrong",
         _OPTIONS, ("SCRIPT", "a Python script"), description=_DESCRIPTION, epilog=_EPILOG,
         allow_abbrev=False,  # the script's --resume is not our --resume-args
     )  # fmt: skip
@@ -200,7 +200,7 @@ class Audit:
         if end.code:
             raise ProofError(
                 f"the script fails on its own, with exit code {end.code} after step {end.steps};"
-                " see that it runs to its end (or give --stop-after STEP; --link PATH for what it"
+                " make it run to its end (or give --stop-after STEP; --link PATH for what it"
                 f" reads outside of this folder, as ../data). The end of its output:\n{end.tail}"
             )
         if end.steps < _FEWEST:

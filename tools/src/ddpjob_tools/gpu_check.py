@@ -27,9 +27,9 @@ Verdict = Literal["PASS", "WARN", "FAIL", "SKIP"]
 Found = tuple[Verdict, str, str]
 
 _DESCRIPTION = """\
-Does it hold on these GPUs? Run small trainings on all GPUs of this machine, kill and hang some, and
-say of each promise whether it holds here: one line per check, PASS, WARN, FAIL or SKIP, what was
-measured, the limit, and what to do. It takes minutes, and all the GPUs.
+Does ddpjob keep its promises on these GPUs? Run small trainings on all GPUs of this machine, kill
+and hang some, and print one line per check: PASS, WARN, FAIL or SKIP, what was measured, the limit,
+and what to do. It takes minutes, and all the GPUs.
 """
 
 _EPILOG = """\
@@ -37,7 +37,7 @@ examples:
   ddpjob gpu-check                      all GPUs of this machine
   ddpjob gpu-check --quick              checks 1 to 4, a minute
   ddpjob gpu-check --checks 6,8         only these
-  ddpjob gpu-check --device cpu --nproc 2    what means anything without a GPU
+  ddpjob gpu-check --device cpu --nproc 2    the checks that need no GPU
 
 exit code: 0 no check failed, 1 one did, 64 there is no GPU (the driver's own words are shown)
 """
@@ -365,7 +365,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 _OPTIONS: tuple[verb.Option, ...] = (
     ("--nproc N", int, None, "processes (default: one per GPU)"),
-    ("--device", ("cuda", "cpu"), "cuda", "cpu: only what means anything there (default: cuda)"),
+    ("--device", ("cuda", "cpu"), "cuda", "cpu: only the checks that need no GPU (default: cuda)"),
     ("--quick", bool, False, "checks 1 to 4 only"),
     ("--checks LIST", _numbers, None, "only these, as 1,6,8"),
     verb.JSON,
@@ -375,7 +375,7 @@ _OPTIONS: tuple[verb.Option, ...] = (
 def add(commands: Any) -> None:
     """Describe the command to argparse."""
     verb.add(
-        commands, "gpu-check", "check on this machine's GPUs what is promised, and measure",
+        commands, "gpu-check", "check what ddpjob promises on this machine's GPUs",
         _OPTIONS, description=_DESCRIPTION, epilog=_EPILOG,
     )  # fmt: skip
 

@@ -30,7 +30,7 @@ def of_program(patience: float) -> tuple[Option, ...]:
     """Return the options of a verb that runs a user's program."""
     return (
         ("--patience SECONDS", float, patience,
-         f"give up when nothing happens for so long (default: {patience:g})"),
+         f"give up after nothing happened for so long (default: {patience:g})"),
         ("--keep DIR", Path, None, "keep records and logs in DIR, which must be new or empty"),
         JSON,
     )  # fmt: skip

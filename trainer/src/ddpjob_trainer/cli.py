@@ -66,8 +66,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--anew",
         action="store_true",
-        help="with --files, a folder that was empty, and several launchers: before each restart in"
-        " place remove all that PROGRAM has written there, as a new pod has none of it",
+        help="before each restart in place remove what PROGRAM wrote into the working directory, as"
+        " a new pod does (with --files, a folder that was empty, and several launchers)",
     )
     run.add_argument(
         "--output",
@@ -75,8 +75,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         action="append",
         default=[],
-        help="what PROGRAM writes below DIR of the working directory is kept beside the snapshots,"
-        f" in ${contract.SNAPSHOT_DIR}/{workdir.OUTPUT}; of several in the folder DIR there",
+        help="keep what PROGRAM writes below DIR of the working directory beside the snapshots, in"
+        f" ${contract.SNAPSHOT_DIR}/{workdir.OUTPUT}; given twice: each in its folder DIR there",
     )
     run.add_argument("program", metavar="PROGRAM", help="a script (*.py), or an executable")
     run.add_argument(
@@ -136,8 +136,8 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         "--preload",
         default="",
         metavar="NAMES",
-        help="modules that spares have imported too, once for all of them, as torchvision,PIL: what"
-        " takes a script long to import",
+        help="modules that spares import in advance, such as torchvision,PIL: those that take a"
+        " script long to import",
     )
     parser.add_argument(
         "--resume-args",
@@ -158,8 +158,8 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="show what PROGRAM prints: step, totalSteps, loss or a number by a name of yours, as"
-        r" 'accuracy=acc (\S+)', with one group. The usual forms are read anyway; `--read never`:"
-        " not even these (default: output of the DDPJob)",
+        r" 'accuracy=acc (\S+)', with one group. The usual forms are read anyway, except with"
+        " `--read never` (default: output of the DDPJob)",
     )
     torchrun.add(parser)
 
@@ -167,7 +167,7 @@ def _add_launcher(parser: argparse.ArgumentParser) -> None:
 def _add_snapshot(commands: Any) -> None:
     snapshot = commands.add_parser(
         "snapshot",
-        help="look at snapshots, check them, take them along",
+        help="list, check and export snapshots",
         description="Look at the snapshots of a run. Reads only; safe beside a running job.",
     )
     verbs = snapshot.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -175,7 +175,7 @@ def _add_snapshot(commands: Any) -> None:
     verbs_help = {
         "ls": "list all snapshots and say which ones a resume would take",
         "verify": "check every byte; exit code 1 if a snapshot is damaged",
-        "export": "write the model's weights to one file that needs nothing of ours",
+        "export": "write the model's weights to one safetensors file",
     }
     for verb, text in verbs_help.items():
         one = verbs.add_parser(verb, help=text, description=f"{text[0].upper()}{text[1:]}.")

@@ -19,8 +19,8 @@ from ddpjob_operator.core.objects.status import Failure
 KINDS: Final[Mapping[str, str]] = {
     "hang": "hang: no sign of life for longer than spec.hang allows",
     "diverged": "diverged: the ranks disagree, or the NaN policy says stop",
-    "peerLost": "peerLost: another rank was gone first",
-    "lost": "lost: the connection to its launcher broke, and its pod lived on",
+    "peerLost": "peerLost: another rank failed first",
+    "lost": "lost: the connection to its launcher broke, but its pod still ran",
     "hardware": "hardware: a GPU failed, not the program",
     "oom": "oom: the kernel killed it for lack of memory",
 }
@@ -100,7 +100,7 @@ def _out_of_memory(ended: Container) -> str:
     """Describe a container that was killed as a whole, so that no process could report."""
     limit = f"limit {ended.memory}" if ended.memory else "no memory limit"
     field = "limits" if ended.memory else "requests"
-    cure = f"raise resources.{field}.memory, or have it use less"
+    cure = f"raise resources.{field}.memory, or let the program use less"
     return f"out of memory ({limit}): the kernel killed it: {cure}"
 
 

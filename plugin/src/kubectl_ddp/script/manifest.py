@@ -264,7 +264,7 @@ def _check_variable(given: str) -> None:
         raise Failure(f"--env {given}: must be NAME=VALUE, such as HF_HOME=/snapshots/hf")
     ours = name.startswith(contract.OWN_PREFIX) or name in contract.RESERVED_ENV
     if ours and name not in contract.USER_ENV:
-        raise Failure(f"--env {given}: {name} is the operator's to set: leave it out")
+        raise Failure(f"--env {given}: {name} is set by the operator: leave it out")
 
 
 def _files(args: argparse.Namespace) -> dict[str, Path]:

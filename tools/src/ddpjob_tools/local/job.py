@@ -343,9 +343,9 @@ def _check_size(job: Job) -> None:
     most = max(_FEW, 4 * (os.cpu_count() or 1))
     if job.replicas * job.nproc > most:
         raise ConfigError(
-            f"{job.replicas} replicas of {job.nproc} processes: more than {most} would be too much"
-            f" for this machine, and must be asked for: --replicas {job.replicas} --nproc"
-            f" {job.nproc}, or fewer"
+            f"{job.replicas} replicas of {job.nproc} processes: more than {most} are too many for"
+            f" this machine: ask for fewer, or for all: --replicas {job.replicas} --nproc"
+            f" {job.nproc}"
         )
 
 
@@ -363,8 +363,7 @@ def _words(trainer: Node, replaced: Paths, *, own_folder: bool) -> list[str]:
     """Return the command; a folder of --map is the user's: no launcher removes anything there."""
     if not trainer["command"].items():
         raise ConfigError(
-            f"{_CONTAINER} command: must be there, for what the image starts by itself is not"
-            " known here"
+            f"{_CONTAINER} command: is missing, and the image's own is not known here"
         )
     words = [replaced(one.text()) for name in ("command", "args") for one in trainer[name].items()]
     if not own_folder and words[:3:2] == ["ddpjob-trainer", "--files"] and words[4:5] == ["--anew"]:
@@ -397,7 +396,7 @@ def _given(manifest: Manifest, shell: Mapping[str, str]) -> Iterator[tuple[str, 
         if unknown := variable.fields().keys() - {"name", "value", "valueFrom"}:
             raise ConfigError(f"{_CONTAINER} env: {name}: no field {min(map(str, unknown))}")
         if outside_of_jobs({name: ""}, keep=contract.USER_ENV) == {}:
-            raise ConfigError(f"{_CONTAINER} env: {name} is the operator's to set: leave it out")
+            raise ConfigError(f"{_CONTAINER} env: {name} is set by the operator: leave it out")
         if "valueFrom" not in variable.fields():
             yield name, variable["value"].text()
         elif (found := _from(manifest, name, variable["valueFrom"], shell)) is not None:
@@ -437,7 +436,7 @@ def _notes(manifest: Manifest, folders: Mapping[str, Path]) -> Iterator[str]:
             f" train to other numbers; pip install torch=={stock.TORCH}"
         )
     if left_out := manifest.left_out():
-        yield f"without a meaning here: {', '.join(left_out)}"
+        yield f"ignored here: {', '.join(left_out)}"
     if any(_env_source(manifest, source) is None for source in trainer["envFrom"].items()):
         yield "envFrom: what is not in the file is known to a cluster only; export it in this shell"
     at = (mount["mountPath"].text() for mount in trainer["volumeMounts"].items())

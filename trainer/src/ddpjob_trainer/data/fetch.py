@@ -65,9 +65,9 @@ def dataset_difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] |
 def dataset_refusal(rank: int, what: str) -> ConfigError:
     """Return the error for a rank with another dataset."""
     return ConfigError(
-        f"the dataset of rank {rank} is not rank 0's, by {what}: every rank must be given"
-        " the whole dataset, the same one. What makes, shuffles or splits it at random"
-        " belongs after ddp.start(), which seeds all ranks alike, or needs a seed"
+        f"the dataset of rank {rank} is not rank 0's, by {what}: give every rank the same whole"
+        " dataset. If it is made, shuffled or split at random, do so after ddp.start(), which"
+        " seeds all ranks alike, or with a seed"
     )
 
 

@@ -275,8 +275,8 @@ def make_launch_config(
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
     if (env.replica or 0) >= env.replicas and not (rounds and env.hub_port):
         raise ConfigError(
-            "this pod is a standby, which needs restarts in place: let the launcher"
-            " have rounds, or set spec.standby to 0"
+            "a standby pod needs restarts in place: set restart.inPlace.maxWithoutProgress"
+            " above 0, or spec.standby to 0"
         )
     nproc = _nproc(env, nproc)
     ours = uses_our_library(program)

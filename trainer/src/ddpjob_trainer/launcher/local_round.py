@@ -277,8 +277,8 @@ class Parked(Phase):
         idle = now - self.since > _BEGIN_SECONDS
         if idle and not self._said:
             standby = self.round.config.env.standby and self.round.member.link.linked
-            until = "one of the gang is lost" if standby else "all launchers of the gang have come"
-            self.round.say(f"nothing runs here: waiting until {until}")
+            what = "a pod to replace" if standby else "the other launchers to connect"
+            self.round.say(f"waiting for {what}; no worker runs in this pod yet")
         self._said = idle
         return idle
 

@@ -179,9 +179,9 @@ class TrainingState:
             if now.get(name, groups) != groups:
                 raise ConfigError(
                     f"the loop has changed which parameters the groups of {name!r} hold, or their"
-                    " order: by these a snapshot finds each parameter's state, and the script makes"
-                    " them as before after a resume. Make all groups before prepare(), and change"
-                    " in the loop what is in them only, such as group['lr']"
+                    " order: after a resume the script makes them as before, and their state would"
+                    " not fit. Make all groups before prepare(); in the loop change only their"
+                    " values, such as group['lr']"
                 )
         shapes = model.shapes()
         if self._begun is None or shapes == self._begun:

@@ -305,7 +305,7 @@ class Run:
         """
         if reduce is not None:
             raise ConfigError(
-                f"run.log(reduce={reduce!r}) is no more: add up over the ranks with run.sum(value)"
+                f"run.log() takes no reduce={reduce!r}: add up over the ranks with run.sum(value)"
                 " and log that by run.world_size; docs/reference/metrics.md has a mean over steps"
             )
         found = checked(values, self._process.world.accelerator.number)

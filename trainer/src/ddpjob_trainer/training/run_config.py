@@ -56,7 +56,7 @@ def with_steps(options: Options, order: DataOrder) -> Options:
         return options
     if isinstance(order.epochs, Endless):
         raise ConfigError(
-            f"epochs={options.epochs}: nobody knows how long an epoch of a stream is; give start()"
+            f"epochs={options.epochs}: an epoch of a stream has no known length; give start()"
             " total_steps instead"
         )
     return replace(options, total_steps=options.epochs * order.steps_per_epoch)
@@ -87,8 +87,8 @@ def dataset_warning(stored: Mapping[str, Any], mine: Fingerprint | None) -> str:
     what = dataset_difference(stored.get("data"), mine)
     return what and (
         f"warning: the dataset is not that of the snapshot, by {what}: the result will not equal an"
-        " undisturbed run's. What makes, shuffles or splits it at random belongs after ddp.start(),"
-        " which seeds all processes alike, or needs a seed"
+        " undisturbed run's. If it is made, shuffled or split at random, do so after ddp.start(),"
+        " which seeds all processes alike, or with a seed"
     )
 
 
@@ -98,9 +98,9 @@ def schedule_warning(stored: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
     if were == are:
         return ""
     return (
-        f"warning: schedulers advanced at every {' and '.join(were)} before the snapshot, and do so"
-        f" at every {' and '.join(are)} now, from where they are: the rate will not be that of a"
-        " run from the beginning. For that start over in another snapshot directory"
+        f"warning: schedulers advanced at every {' and '.join(were)} before the snapshot and now"
+        f" advance at every {' and '.join(are)}: the learning rate will not be that of a new run."
+        " For that start over in another snapshot directory"
     )
 
 
@@ -161,9 +161,9 @@ class Hyperparameters:
             return ""
         text = f"the script had other hyperparameters before: {', '.join(changed)}"
         if script:
-            return f"{text}: from here on those of now hold, as snapshots.hyperparameters says"
+            return f"{text}: using the new ones, as snapshots.hyperparameters says"
         return (
-            f"warning: {text}: the snapshot's go on; to take those of now,"
+            f"warning: {text}: keeping those of the snapshot; to use the new ones:"
             " snapshots=ddp.Snapshots(hyperparameters='script')"
         )
 

@@ -209,8 +209,8 @@ def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
     directory = settings.directory
     if total_steps <= _BEGUN.get(directory, -1):
         raise ConfigError(
-            f"a run before in this process has its snapshots in {directory}, too: this one would go"
-            " on from the newest of them, with what that has learned. Give each run its own"
+            f"an earlier run of this process has its snapshots in {directory}, too: this one would"
+            " continue from the newest of them. Give each run its own"
             " directory, such as snapshots=ddp.Snapshots(directory=os.environ["
             "'DDPJOB_SNAPSHOT_DIR'] + '/fold-2'); to go on with the first, ask for more total_steps"
         )

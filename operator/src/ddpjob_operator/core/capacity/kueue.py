@@ -79,7 +79,7 @@ def wait(view: View) -> str:
             return f"its Workload is refused: {refusals.stall(job, refusal, view.clock).message}"
         return _new(job.queue)
     if parked and not job.queue:
-        return f"the label {workloads.LABEL_QUEUE} was removed: its Workload goes first"
+        return f"the label {workloads.LABEL_QUEUE} was removed; deleting its Workload"
     admitted = found.true("Admitted") and not (found.deleting or found.true("Evicted"))
     if not admitted or found.true("Finished") or not found.active:
         return _words(found)
@@ -88,8 +88,8 @@ def wait(view: View) -> str:
     if not parked:
         return ""
     if _is_of_another(job, view.spec, found):
-        return "its Workload was made of another template or label: it is made again"
-    unread = f"admitted: pods of before end, then its flavours are read: {', '.join(found.flavors)}"
+        return "its Workload has an older template or label; replacing it"
+    unread = f"admitted; reads its flavours once old pods have ended: {', '.join(found.flavors)}"
     return _trouble(view.spec, ours) or ("" if ours.placements else unread)
 
 
@@ -111,7 +111,7 @@ def _trouble(spec: Spec, ours: Claim) -> str:
     if not ours.placements:
         return ""
     made = workloads.placed(spec.template.packed.unpack(), ours.placements)
-    what = "the flavour or an admission check does not go with spec.template"
+    what = "the flavour or an admission check conflicts with spec.template"
     return f"{what}: {made}" if isinstance(made, str) else ""
 
 

@@ -38,12 +38,12 @@ _REFUSERS: Final = (
     (
         "violates PodSecurity",
         "the namespace's Pod Security level",
-        "set in the template what it names, or ask for another level of the namespace",
+        "set what it names in the template, or ask for another level for the namespace",
     ),
     (
         "exceeded quota",
         "a ResourceQuota of the namespace",
-        "it is tried again by itself, and fits only if the quota has room for all pods at once",
+        "the operator tries again; the quota must have room for all pods at once",
     ),
     (
         "error looking up service account",
@@ -58,7 +58,7 @@ _REFUSERS: Final = (
     (
         "no PriorityClass with name ",
         "the API server",
-        "create it: it is tried again by itself; or delete the job, and apply it with another",
+        "create it (the operator tries again), or delete the job and apply it with another",
     ),
     (" usage per ", "a LimitRange of the namespace", "change requests and limits to fit it"),
     ("' denied request", "an admission policy of the cluster", "change what it names"),
@@ -156,7 +156,7 @@ def stalls(view: View) -> Iterator[Stall]:
     if at is None or found is None or view.clock.reached(at) or not waits:
         return  # of_attempt() reports this attempt's refusals first
     if not view.fresh():
-        what = f"{found.last.pattern}: so the attempt before was refused"
+        what = f"the attempt before was refused: {found.last.pattern}"
         what += f", tried again at {at:%H:%M:%S} UTC"
         yield Stall("CreationFailed", what)
 

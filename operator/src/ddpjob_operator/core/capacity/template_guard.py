@@ -23,10 +23,10 @@ SUSPENDING: Final = "Suspending"
 _HIDDEN_AGAIN: Final = timedelta(seconds=15)
 _ENDING: Final = "pods are still ending; "
 #: Before the failure of a gang that something else ends.
-BROKEN: Final = "the gang was broken by then: "
+BROKEN: Final = "the gang had already failed: "
 _WHY: Final = "spec.suspend is true: set it to false to go on"
 _NEW_PODS: Final = (
-    "spec.template changed while the job was suspended for a moment: its pods are new"
+    "spec.template changed while the job was suspended for a moment: replacing its pods"
 )
 #: Set by start.py, cleared here.
 POD_REFUSED: Final = "PodRefused"
@@ -40,14 +40,14 @@ def why(view: View) -> tuple[str, str] | None:
     # CEL refuses most of it, but overlooks one untyped field in place of another.
     if status.snapshot_hash not in ("", spec.snapshot_hash):
         return "SnapshotChanged", (
-            "spec.snapshot.volume changed, which is immutable: pods that run go on, new ones, "
-            "whose snapshots lie elsewhere, are not made; change it back, or create a new DDPJob"
+            "spec.snapshot.volume changed, which is immutable: running pods continue, new ones are "
+            "not created, as they lack the snapshots; change it back, or create a new DDPJob"
         )
     if not _changed(spec, status) or suspends(view) or status.phase in (None, "Suspended"):
         return None
     return "TemplateChanged", (
-        "spec.template changed while the job was not suspended: pods that run go on, new ones are "
-        "not made; change it back, or set spec.suspend to true and to false again to take it"
+        "spec.template changed while the job was not suspended: running pods continue, new ones "
+        "are not created; change it back, or apply it by setting spec.suspend to true, then false"
     )
 
 

@@ -164,7 +164,7 @@ def undeleted(view: View) -> Iterator[Stall]:
             yield Stall("DeletionRefused", what)
         if pod.deletion_at and view.clock.reached(pod.deletion_at + PATIENCE):
             if not pod.node or pod.ended:
-                why = "nothing of it runs: see its finalizers, and volumes that stay mounted"
+                why = "nothing in it runs; check its finalizers and mounted volumes"
                 yield Stall("WaitingForDeletion", f"pod {pod.name} is not gone: {why}")
             else:
                 what = f"pod {pod.name} has not ended: {cure(pod.node)}"

@@ -51,8 +51,8 @@ def begin(view: View, change: Change) -> Change | None:
     acted = change.with_status(handed_over=(*view.status.handed_over, *news))
     able = replacement.to_replace(view, loss, 0.0, planned)
     if not able or verdict.ends(view, view.status, loss):
-        what = f"{words}: {replicas(planned, 40)} cannot be replaced before the end there"
-        why = "it takes other replicas that hold meanwhile, and a disruption that may be counted"
+        what = f"{words}: cannot replace {replicas(planned, 40)} in advance"
+        why = "the other replicas must be able to wait, and maxDisruptions must allow one more"
         return acted.event("Warning", "NotHandedOver", f"{what}: {why}")
     avoided = tuple(dict.fromkeys((*view.status.avoided_nodes, *nodes)))[-MAX_AVOIDED:]
     return restart.after(view, acted.with_status(avoided_nodes=avoided), loss, planned)

@@ -41,7 +41,7 @@ def record_hub_report(job: Job, status: Status, polled: Rounds | None, change: C
     change = change.with_status(can_wait_for_replacement=waits, serving=polled.serving)
     took = sorted(polled.serving.items() - status.serving.items())
     names = ", ".join(f"{job.name}-{seat} serves replica {r}" for r, seat in took[:_NAMED])
-    return change.event("Normal", "TookOver", f"pods that stood by: {names}") if took else change
+    return change.event("Normal", "TookOver", f"standby pods: {names}") if took else change
 
 
 def to_replace(
@@ -170,8 +170,8 @@ def too_late(seats: Seats, loss: Failure) -> str:
     if loss.exit_code != ExitCode.PEER_LOST or before_hub:
         return ""
     return (
-        f"{replicas(done, 40)} ended with 0 before the new pod of replica {loss.replica} came"
-        " to them, and it is unknown whether the one before had, too"
+        f"{replicas(done, 40)} succeeded before the new pod of replica {loss.replica} joined them;"
+        " cannot tell whether its old pod had succeeded, too"
     )
 
 

@@ -45,7 +45,7 @@ STARTUP_SECONDS: Final = 300.0
 #: Characters of an exception that every record has: a report cuts those of rounds.
 _COMPARED: Final = 64
 _SO = "processes restarted in place"
-_DRILL = "processes restarted in place to check that they resume; charged to nothing"
+_DRILL = "processes restarted in place to check that they resume; costs no restart"
 
 
 def ends(view: View, status: Status, loss: Failure) -> tuple[str, str] | None:
@@ -212,7 +212,7 @@ def heal(view: View, change: Change) -> Change:
         return change
     change = change.with_status(restarts=replace(old, charged=0, disruptions=0, consecutive=0))
     spent = f"spent until now: {old.charged} restarts charged, {old.disruptions} disruptions"
-    return change.event("Normal", "BudgetHealed", f"{why}: the budget is whole again; {spent}")
+    return change.event("Normal", "BudgetHealed", f"{why}: the budget is full again; {spent}")
 
 
 def _reason(view: View, status: Status) -> str | None:

@@ -358,11 +358,11 @@ def proof(raw: object) -> Proof | None:
     first, last, step, rank = (opt_count(body.get(name)) for name in names)
     equal, what = body.get("equal"), body.get("what")
     if equal is True and first and last and first <= last:
-        return Proof(True, f"steps {first} to {last} were done again after a restart: equal")
+        return Proof(True, f"steps {first} to {last}, repeated after a restart, are equal")
     if equal is False and step and rank is not None and what in _DIFFERS:
         return Proof(
             False,
-            f"step {step}, done again after a restart, differs on rank {rank} in its {what}:"
+            f"step {step}, repeated after a restart, differs on rank {rank} in its {what}:"
             " the script keeps something that no snapshot holds, so its result will not equal"
             " an undisturbed run's. The log of rank 0 tells the usual causes; keep it with"
             " run.state(...) or run.register(name, obj)",

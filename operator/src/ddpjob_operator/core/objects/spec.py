@@ -167,7 +167,7 @@ def parse(raw: Mapping[str, Any], name: str = "") -> Spec:
     flaw = template.packed.flaw or (snapshot and _unusable(snapshot, template, name))
     standby = min(_number(raw, "standby"), MAX_STANDBY)
     if standby and template.host_network:
-        flaw = "spec.standby: pods on the host's network are never replaced alone: leave out either"
+        flaw = "spec.standby: pods on the host's network are never replaced alone: remove one"
     scheduling = _scheduling(mapping(raw.get("scheduling")), template)
     if flaw:
         raise SpecError(flaw)
@@ -278,14 +278,14 @@ def _scheduling(raw: Mapping[str, Any], template: Template) -> Scheduling:
     )
     if template.placed and (gang == "Native" or key):
         raise SpecError(
-            f"spec.template.spec.{template.placed} takes the pods' placement out of the hands of"
-            " spec.scheduling: leave out either"
+            f"spec.template.spec.{template.placed} and spec.scheduling both place the pods:"
+            " remove one"
         )
     asked = text(raw.get("priorityClassName"))
     if asked and template.priority not in ("", asked):
         raise SpecError(
             f"spec.scheduling.priorityClassName is {asked} and that of spec.template.spec is"
-            f" {template.priority}: leave out either, for all pods of a group have the same"
+            f" {template.priority}, but all pods of a group have the same: remove one"
         )
     return Scheduling(gang, key, asked or template.priority)
 

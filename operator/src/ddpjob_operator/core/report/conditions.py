@@ -122,7 +122,7 @@ def _unresolved(status: Status) -> Iterator[Stall]:
         return
     quiet = reported is None or reported <= last.detected_at
     if last.reason == exits.UNRESOLVED_NAMES and quiet:
-        what = f"processes were restarted in place and do not find one another: {last.message}"
+        what = f"processes restarted in place cannot find one another: {last.message}"
         yield Stall(exits.UNRESOLVED_NAMES, what)
 
 

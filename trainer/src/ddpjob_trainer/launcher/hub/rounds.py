@@ -167,7 +167,7 @@ def decide(
         return Verdict(None, cause, f"exit code {cause.code} cannot be cured by a restart")
     if cause is not None and cause.code == ExitCode.HARDWARE:
         said = "exit code 74 says that " * cause.foreign
-        why = f"{said}a GPU failed, and a restart in place would meet it again"
+        why = f"{said}a GPU failed; a restart in place would fail again"
         return Verdict(None, cause, why)
     if cause is not None and cause.code in limits.final:
         return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
@@ -175,8 +175,8 @@ def decide(
     # Its numbers count: where they differ a program has got on, which shows no steps.
     if cause is not None and at_start and at_start == history.at_start:
         why = (
-            f"exit code {ExitCode.BAD_CONFIG:d}: all processes have raised this twice before their"
-            " first step, in the script itself, so that every restart would meet it again"
+            f"exit code {ExitCode.BAD_CONFIG:d}: all processes raised this twice before their"
+            " first step, in the script itself; a restart would fail again"
         )
         return Verdict(None, cause, why, ExitCode.BAD_CONFIG)
     if failures > limits.budget:
@@ -192,7 +192,7 @@ def decide(
         record["exception"] = failure_text(early, cause)
     if _same_again(history.records, record, newest):
         why = f"the same exception {SAME_EXCEPTION} times in a row at step {record['step']}"
-        return Verdict(None, cause, f"{why}: it would come again")
+        return Verdict(None, cause, f"{why}; a restart would fail again")
     following = replace(
         history,
         round=history.round + 1,

@@ -46,7 +46,9 @@ class Seats:
             final = older and (mine.running or not hello.holds)
             return Refused(f"this hub belongs to attempt {mine.birth}", final)
         if _sizes(hello) != _sizes(mine):
-            return Refused(f"here are {_sizes(mine)}, there {_sizes(hello)}", final=True)
+            return Refused(
+                f"size mismatch: hub has {_sizes(mine)}, launcher {_sizes(hello)}", final=True
+            )
         seats = mine.replicas + (0 if hello.running else mine.standby)
         if not 0 <= seat < seats:
             return Refused(f"replica {seat} is not one of {seats}", final=True)
@@ -118,5 +120,5 @@ class Seats:
 
 def _sizes(hello: Hello) -> str:
     """Word what must be the same at all launchers."""
-    standby = f" and {hello.standby} that stand by" if hello.standby else ""
-    return f"{hello.replicas} replicas of {hello.nproc} processes{standby}"
+    standby = f" and {hello.standby} standby" if hello.standby else ""
+    return f"{hello.replicas}x{hello.nproc} processes{standby}"

@@ -249,7 +249,7 @@ def oom_killed(before: Memory | None, now: Memory | None) -> str:
     below = now.limit is None or (now.peak is not None and now.peak < _AT_LIMIT * now.limit)
     if below:
         return f"{what}, as its node had none left: raise resources.requests.memory"
-    return f"{what}: raise resources.limits.memory, or have it use less"
+    return f"{what}: raise resources.limits.memory, or let the program use less"
 
 
 def _kills(path: Path) -> int | None:

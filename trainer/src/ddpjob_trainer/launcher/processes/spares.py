@@ -85,7 +85,7 @@ class Spares:
         self._spares: dict[int, _Spare] = {}  # by local rank
         self._arrivals: list[tuple[int, int | Call]] = []
         if preload and not count:
-            tell("warning: --preload is left to each process, as there are no warm spares")
+            tell("warning: no warm spares, so each process imports --preload's modules itself")
 
     def pids(self) -> set[int]:
         """Return the pids of the fork server and of uncalled spares."""
@@ -214,7 +214,7 @@ class Spares:
             self._warm = True
             self._deaths = 0
             if warnings := received[0]["warnings"]:
-                self._tell(f"warning: --preload is left to each process: {warnings}")
+                self._tell(f"warning: each process imports --preload's modules itself: {warnings}")
             for one in self._spares.values():  # their forks begin now
                 one.called_at = None if one.called_at is None else now
 

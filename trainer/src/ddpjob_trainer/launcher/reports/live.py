@@ -42,7 +42,10 @@ def answer(
     if path not in ("/stacks", "/profile"):
         return endpoints.NONE
     if not hmac.compare_digest(asked.get("uid", "").encode(), uid.encode()):
-        return _FORBIDDEN, "it is asked for another job: call it in the job's trainer container"
+        return (
+            _FORBIDDEN,
+            "this launcher belongs to another job: call it in the job's trainer container",
+        )
     pids = workers.pids
     if not pids:
         return _CONFLICT, "no rank runs here now, as between two rounds: try again"
@@ -65,12 +68,12 @@ def _profile(workers: WorkerGroup, rank: int, steps: int) -> tuple[int, str]:
     answered.unlink(missing_ok=True)
     if not order(directory, rank, steps):
         return _CONFLICT, (
-            f"rank {rank} takes no order: another profile is at work, or it does not train in"
+            f"rank {rank} cannot be profiled now: another profile runs, or it does not train in"
             " run.steps() of the library; other programs can use torch.profiler themselves"
         )
     while not answered.exists():
         if workers.pids.get(rank) != pids[rank]:
-            return _CONFLICT, f"rank {rank} ended before its profile was whole"
+            return _CONFLICT, f"rank {rank} ended before its profile was complete"
         time.sleep(_LOOK_SECONDS)
     how = json.loads(answered.read_text())
     return (_OK, how["path"]) if "path" in how else (_CONFLICT, how["error"])
@@ -86,7 +89,9 @@ def ask(page: str, port: int | None, uid: str, **query: object) -> int:
         response = connection.getresponse()
         text = response.read().decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:
-        return _failed(f"no launcher answers at port {port}: {error}; torchrun and python are none")
+        return _failed(
+            f"no launcher answers at port {port}: {error} (torchrun and python have none)"
+        )
     if response.status != _OK:
         return _failed(text)
     printing.show(*text.splitlines())

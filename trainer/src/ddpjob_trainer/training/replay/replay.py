@@ -335,9 +335,8 @@ class Replay:
                 text = (
                     f"warning: restart not proven: steps {first} to {last} are equal again, but"
                     f" step {before['step']} differed after an earlier restart, on rank"
-                    f" {before['rank']} in its {before['what']}, and what both have lost since then"
-                    " shows in neither. A changed script is proven by a restart from a snapshot"
-                    " that it has made"
+                    f" {before['rank']} in its {before['what']}: what was lost then is missing in"
+                    " both. To prove a changed script, restart it from a snapshot that it made"
                 )
         else:
             return
