@@ -13,7 +13,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.environment import REPLAY_DIR, ROUND_DRILL
@@ -36,7 +35,6 @@ SAMPLES, GLOBAL_BATCH = 100, 24  # 4 steps in an epoch
 STEPS, EVERY = 20, 6
 KILLED, SNAPSHOT = 15, 12  # at the step of this index; durable before
 PROVEN = f"restart proven: steps {SNAPSHOT + 1} to "
-EPOCH_END = 3
 
 
 def features(samples: int) -> torch.Tensor:
@@ -53,7 +51,7 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
 
 
 class Rows(Dataset[Any]):
-    """A class of the script's own. The loop's body tells it of each step that is committed."""
+    """A class of the script's own."""
 
     generators: Sequence[Any] | None = None
 
@@ -62,8 +60,6 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return DATA[index]
-
-    def after(self, step: ddp.Step) -> None: ...
 
 
 class Mosaic(Rows):
@@ -76,32 +72,6 @@ class Mosaic(Rows):
         x, y = DATA[index]
         self.buffer.append(x)
         return torch.stack([*self.buffer]).mean(0), y
-
-
-class Curriculum(Rows):
-    """Grows harder from epoch to epoch, by an attribute that the loop sets."""
-
-    level = 0
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = DATA[index]
-        return x * (1 + self.level), y
-
-    def after(self, step: ddp.Step) -> None:
-        self.level += step.index % (EPOCH_END + 1) == EPOCH_END
-
-
-class Mining(Rows):
-    """Gives the samples of the worst steps in place of others."""
-
-    def __init__(self) -> None:
-        self.hard: list[int] = []
-
-    def __getitem__(self, index: int) -> Any:
-        return DATA[self.hard[index % len(self.hard)] if self.hard else index]
-
-    def after(self, step: ddp.Step) -> None:
-        self.hard = [*self.hard, int(1000 * step.loss) % SAMPLES][-9:]
 
 
 class Hidden(Rows):
@@ -148,108 +118,39 @@ class Remembering(nn.Sequential):
         return result
 
 
-@dataclass
-class Body:
-    """What a script keeps beside its model. ``scale`` multiplies a loss; ``epoch`` ends one."""
-
-    model: nn.Module
-
-    def begins(self) -> None: ...
-
-    def scale(self, step: ddp.Step) -> torch.Tensor | float:
-        return 1.0
-
-    def ended(self) -> None:
-        """After commit()."""
-
-    def epoch_ended(self) -> None:
-        """After that, at an epoch's end."""
+def plain(run: ddp.Run) -> Callable[[], torch.Tensor | float]:
+    """Return what scales a loss: what a script keeps beside its model."""
+    return lambda: 1.0
 
 
-class Args(Body):
-    def __init__(self, model: nn.Module) -> None:
-        self.args = argparse.Namespace(tau=1.0)
+def falling(state: Any) -> Callable[[], float]:
+    def scale() -> float:
+        state.tau *= 0.97
+        return float(state.tau)
 
-    def scale(self, step: ddp.Step) -> float:
-        self.args.tau *= 0.97
-        return float(self.args.tau)
-
-
-class Flag(Body):
-    late = False
-
-    def scale(self, step: ddp.Step) -> float:
-        return 0.5 if self.late else 1.0
-
-    def epoch_ended(self) -> None:
-        self.late = True
+    return scale
 
 
-class Loader(Body):
-    def __init__(self, model: nn.Module) -> None:
-        self.batches = iter(DataLoader(TensorDataset(features(600)), batch_size=4))
-
-    def scale(self, step: ddp.Step) -> torch.Tensor:
-        (x,) = next(self.batches)
-        return 1 + x.mean()
+def args(run: ddp.Run) -> Callable[[], float]:
+    return falling(argparse.Namespace(tau=1.0))
 
 
-class Teacher(Body):
-    """A frozen copy of the model, made anew at each epoch's end."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model, self.teacher = model, self.copy(model)
-
-    @staticmethod
-    def copy(model: nn.Module) -> torch.Tensor:
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    def scale(self, step: ddp.Step) -> torch.Tensor:
-        return 1 + self.teacher.norm()
-
-    def epoch_ended(self) -> None:
-        self.teacher = self.copy(self.model)
-
-
-class Swapping(Body):
-    """Leaves the average's weights in the model at an epoch's end, and takes them out later."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.mine: list[torch.Tensor] | None = None
-        self.average = self.weights()
-
-    def weights(self) -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-    def put(self, weights: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, value in zip(self.model.parameters(), weights, strict=True):
-                parameter.copy_(value)
-
-    def begins(self) -> None:
-        if self.mine is not None:
-            self.put(self.mine)
-            self.mine = None
-
-    def ended(self) -> None:
-        for mean, now in zip(self.average, self.weights(), strict=True):
-            mean.lerp_(now, 0.1)
-
-    def epoch_ended(self) -> None:
-        self.mine = self.weights()
-        self.put(self.average)
-
-
-class Kept(Body):
+def kept(run: ddp.Run) -> Callable[[], float]:
     """The cure."""
+    return falling(run.state(tau=1.0))
 
-    def __init__(self, model: nn.Module, run: ddp.Run) -> None:
-        self.state = run.state(tau=1.0)
 
-    def scale(self, step: ddp.Step) -> float:
-        self.state.tau *= 0.97
-        return float(self.state.tau)
+def drawing(run: ddp.Run) -> Callable[[], torch.Tensor]:
+    """Draw from a global generator by what it keeps: the first draw of all changes dropout."""
+    drawn: list[bool] = []
+
+    def scale() -> torch.Tensor:
+        if not drawn:
+            torch.rand(1)
+            drawn.append(True)
+        return 1 + torch.rand(1)[0]
+
+    return scale
 
 
 def network(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
@@ -259,7 +160,7 @@ def network(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
 
 def train(
     directory: Path,
-    make: Callable[..., Any] = Body,
+    make: Callable[..., Any] = plain,
     *,
     die: dict[int, int] | None = None,
     model_kind: type[nn.Sequential] = nn.Sequential,
@@ -282,13 +183,12 @@ def train(
         nets = [network(model_kind), network()][: 1 + several]
         optimizers = [torch.optim.AdamW(net.parameters(), 0.01) for net in nets]
         models, _ = run.prepare(nets, optimizers, bucket_cap_mb=0.005)
-        body = make(nets[0], run) if make is Kept else make(nets[0])
+        scale = make(run)
         generators = getattr(dataset, "generators", None)
         for step in run.steps(dataset, workers=workers, generators=generators):
-            body.begins()
             for x, y in step.batches:
                 out = sum(model(x) for model in models)
-                step.backward(cross_entropy(out, y) * body.scale(step))
+                step.backward(cross_entropy(out, y) * scale())
             if level is None and not several:
                 assert len(determinism.buckets(models[0])) > 1
             if (die or {}).get(rank) == step.index:
@@ -297,11 +197,6 @@ def train(
             if wait and step.index == EVERY + 1:
                 await_snapshot(max((directory / "s").glob("0*")), EVERY)
             step.commit()
-            body.ended()
-            if isinstance(dataset, Rows):
-                dataset.after(step)
-            if step.index % (EPOCH_END + 1) == EPOCH_END:
-                body.epoch_ended()
         (directory / f"result-{rank}").write_text(f"{run.weights_sha256()} {run.state_sha256()}")
         run.finish()
 
@@ -312,7 +207,7 @@ def train(
 def restarted(gang, tmp_path):  # type: ignore[no-untyped-def]
     """Return what rank 0 says after a kill. ``then``: of later lives; options of train()."""
 
-    def run(make: Any = Body, *, world: int = 3, victims: Any = None, **options: Any) -> str:
+    def run(make: Any = plain, *, world: int = 3, victims: Any = None, **options: Any) -> str:
         env = {REPLAY_DIR: str(tmp_path / "replay")}
         victims = victims or {world - 1: KILLED}
         codes = gang.run(train(tmp_path, make, die=victims, **options), world=world, env=env)
@@ -360,9 +255,9 @@ def named(case: Any) -> str:
 
 
 CLEAN = [
-    (Body, {}), (Kept, {}), (Body, {"workers": 2}), (Body, {"dataset": Stream()}),
-    (Body, {"several": True}), (Body, {"level": "elastic"}), (Body, {"world": 1}),
-    (Body, {"victims": {0: KILLED, 1: KILLED}}), (Body, {"dataset": Named()}),
+    (plain, {}), (kept, {}), (plain, {"workers": 2}), (plain, {"dataset": Stream()}),
+    (plain, {"several": True}), (plain, {"level": "elastic"}), (plain, {"world": 1}),
+    (plain, {"victims": {0: KILLED, 1: KILLED}}), (plain, {"dataset": Named()}),
 ]  # fmt: skip
 
 
@@ -375,24 +270,11 @@ def test_a_clean_script_is_proven(restarted, tmp_path, case):
     assert list((tmp_path / "replay").iterdir()) == []
 
 
-class Drawing(Body):
-    """Draws from a global generator by what it keeps: its first draw of all changes dropout."""
-
-    drawn = False
-
-    def scale(self, step: ddp.Step) -> torch.Tensor:
-        if not self.drawn:
-            torch.rand(1)
-        self.drawn = True
-        return 1 + torch.rand(1)[0]
-
-
 HIDDEN = [
-    (Args, {}, "loss"), (Flag, {}, "loss"), (Teacher, {}, "loss"), (Loader, {}, "loss"),
-    (Body, {"model_kind": Counting}, "loss"), (Args, {"several": True}, "loss"),
-    (Args, {"level": "elastic", "world": 4}, "loss"), (Args, {"world": 1}, "loss"),
-    (Swapping, {}, "loss"), (Drawing, {}, "random numbers"),
-    *((Body, {"dataset": kind()}, "batch") for kind in (Mosaic, Curriculum, Mining, Hidden)),
+    (args, {}, "loss"), (args, {"several": True}, "loss"), (args, {"world": 1}, "loss"),
+    (args, {"level": "elastic", "world": 4}, "loss"), (plain, {"model_kind": Counting}, "loss"),
+    (drawing, {}, "random numbers"),
+    *((plain, {"dataset": kind()}, "batch") for kind in (Mosaic, Hidden)),
 ]  # fmt: skip
 
 
@@ -410,11 +292,11 @@ def test_what_a_script_keeps_is_named(restarted, case):
 def test_a_drill_finds_it_without_a_kill(gang, tmp_path):
     env = {REPLAY_DIR: str(tmp_path / "replay")}
     drill = {ROUND_DRILL: f"Always {os.getpid()} {time.monotonic()}"}
-    codes = gang.run(train(tmp_path, Args, wait=True), env=env | drill)
+    codes = gang.run(train(tmp_path, args, wait=True), env=env | drill)
     assert set(codes.values()) == {75}, gang.last_words()
     assert "a drill: all processes end after step" in gang.log(0)
     assert "restart" not in gang.log(0)
-    codes = gang.run(train(tmp_path, Args), env=env | drill | {"TORCHELASTIC_RESTART_COUNT": "1"})
+    codes = gang.run(train(tmp_path, args), env=env | drill | {"TORCHELASTIC_RESTART_COUNT": "1"})
     assert codes == dict.fromkeys(range(3), 0), gang.last_words()
     step, rank, what = differing(gang.log(0))
     assert (step % EVERY, rank, what) == (1, 0, "loss")
