@@ -19,7 +19,7 @@ PATTERN = re.compile("search|match|fullmatch|findall|finditer|sub|split")
 STRANGERS = {
     "torch, its transports, CUDA and Python": "comm/peer_loss comm/rendezvous gpu/accelerator"
     " gpu/devices gradients/determinism hub/root_cause processes/source launcher/worker_group"
-    " optim/update restore/load",
+    " restore/load",
     "older launchers": "ddpjob_contract/exits hub/messages",
     "anybody, for passwords in URLs": "ddpjob_contract/text",
     "the API server and its policies, the scheduler, kubelets, runtimes": "core/evidence"

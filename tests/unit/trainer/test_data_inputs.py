@@ -153,10 +153,8 @@ def test_orders_that_cannot_be_are_refused():
         (BatchSampler(range(SAMPLES), 4, False), "a batch sampler has no place here"),
         ([0.5, 1.5], "must give the index of one sample after another"),
         (iter([1, 2]), "list_iterator has no length"),
-        (Epochs, "is the class Epochs: give an object of it"),
         (DistributedSampler(list(range(SAMPLES)), 2, 0), "give a sampler of the whole dataset"),
         ([], "the dataset is empty"),
-        (lambda epoch: None, "gave a NoneType for epoch 0: let it give the indices"),
     ):
         with pytest.raises(ConfigError, match=words):
             opened(Noisy(), sampler=sampler)
@@ -194,7 +192,7 @@ class Balanced(DistributedSampler[Any]):
 def test_a_sampler_of_another_class_is_not_taken_for_a_shuffle():
     sampler = Balanced(Noisy(), 2, 1)
     for source, options in ((loader(sampler=sampler), {}), (Noisy(), {"sampler": sampler})):
-        with pytest.raises(ConfigError, match=r"Balanced, a DistributedSampler.*weights="):
+        with pytest.raises(ConfigError, match=r"Balanced is a DistributedSampler.*weights="):
             opened(source, **options)
 
 

@@ -16,7 +16,6 @@ from ddpjob_trainer.optim.update import (
     Unit,
     Updater,
     check_parameters,
-    make_ema,
     match_schedulers,
 )
 from ddpjob_trainer.training.models.prepare import (
@@ -195,15 +194,6 @@ def test_every_parameter_has_an_optimizer_and_every_optimizer_a_model():
     check_parameters(dict(model.named_parameters()), [usual])
     with pytest.raises(ConfigError, match=r"LBFGS\.step\(\) needs a closure.*AdamW"):
         check_parameters(dict(model.named_parameters()), [optimizer])
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
-def test_an_average_of_what_cannot_be_copied_is_refused():
-    model = nn.utils.weight_norm(nn.Linear(2, 2))
-    model(torch.ones(2))  # computes the tensor that makes it so
-    with pytest.raises(ConfigError, match=r"use torch\.nn\.utils\.parametrizations\.weight_norm"):
-        make_ema(model, 0.9)
-    assert make_ema(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), 0.9) is not None
 
 
 def test_state_that_an_optimizer_has_made_already_follows_its_parameters():

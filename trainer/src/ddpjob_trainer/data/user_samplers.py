@@ -7,7 +7,7 @@ generators seeded for it. stream.py wraps the batch sampler of a DataLoader that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,13 +37,11 @@ class Sampled:
     def __init__(self, seed: int, sampler: Any, samples: int, named: Sequence[Any] = ()) -> None:
         if isinstance(sampler, DistributedSampler):
             raise ConfigError(
-                f"sampler is a {_kind(sampler, DistributedSampler)}, which gives each process its"
-                " part, but run.steps() shares each global batch among the processes itself: give a"
-                " sampler of the whole dataset, a function of the epoch that returns its indices,"
-                " weights=, or only shuffle="
+                f"sampler={type(sampler).__name__} is a DistributedSampler, which gives each"
+                " process its part, but run.steps() shares each global batch among the processes"
+                " itself: give a sampler of the whole dataset, a function of the epoch that returns"
+                " its indices, weights=, or only shuffle="
             )
-        if isinstance(sampler, type):
-            raise ConfigError(f"sampler is the class {sampler.__name__}: give an object of it")
         if not callable(sampler) and not hasattr(sampler, "__len__"):
             raise ConfigError(f"sampler={type(sampler).__name__} has no length: add __len__()")
         self._seed = seed
@@ -80,11 +78,6 @@ class Sampled:
             elif callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(epoch)
             most = len(sampler) if hasattr(sampler, "__len__") else None
-            if not isinstance(sampler, Iterable):
-                raise ConfigError(
-                    f"sampler gave a {type(sampler).__name__} for epoch {epoch}: let it give the"
-                    " indices of that epoch's samples"
-                )
             if not isinstance(sampler, np.ndarray | torch.Tensor):
                 sampler = list(itertools.islice(iter(sampler), most))
             return self._checked(np.asarray(sampler), epoch)
@@ -200,8 +193,3 @@ def _is(obj: object, kind: type) -> bool:
 
 def _of_torch(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("torch", "torchdata")
-
-
-def _kind(obj: object, base: type) -> str:
-    """Name an object's class, and what it is of."""
-    return base.__name__ if type(obj) is base else f"{type(obj).__name__}, a {base.__name__}"

@@ -72,23 +72,8 @@ class Average(AveragedModel):
 
 
 def make_ema(module: torch.nn.Module, decay: float | None) -> Average | None:
-    """Return an exponential moving average of the parameters; its buffers are the newest.
-
-    Raises ConfigError for a model that cannot be copied.
-    """
-    if decay is None:
-        return None
-    try:
-        ema = Average(module, decay)
-    except RuntimeError as error:
-        if "deepcopy" not in str(error):
-            raise
-        raise ConfigError(
-            "ema: the model cannot be copied, since a parametrization such as"
-            " torch.nn.utils.weight_norm keeps a computed tensor in it: use"
-            " torch.nn.utils.parametrizations.weight_norm, or ema=None"
-        ) from error
-    return ema.requires_grad_(False)
+    """Return an exponential moving average of the parameters; its buffers are the newest."""
+    return None if decay is None else Average(module, decay).requires_grad_(False)
 
 
 def begin_ema(module: torch.nn.Module, ema: AveragedModel) -> None:

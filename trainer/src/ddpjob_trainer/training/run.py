@@ -292,22 +292,14 @@ class Run:
         with self._together("run.sum()"), self._process.progress.during("agreement"):
             return self._process.world.sum([number])[0]
 
-    def log(
-        self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None,
-        reduce: str | None = None,
-    ) -> None:  # fmt: skip
+    def log(self, values: Mapping[str, float | torch.Tensor], *, step: int | None = None) -> None:
         """Tell numbers of your own to the event log, TensorBoard and Logging.log.
 
         ``values``: by name, numbers or tensors of one element, which are read when the step has
         ended. ``step``: finished steps; default: those when the present step has ended, so
         ``step.index + 1`` within the loop. Rank 0's values count; others may call it or not.
-        ``reduce`` is refused, with its cure. Raises ConfigError.
+        Raises ConfigError.
         """
-        if reduce is not None:
-            raise ConfigError(
-                f"run.log() takes no reduce={reduce!r}: add up over the ranks with run.sum(value)"
-                " and log that by run.world_size; docs/reference/metrics.md has a mean over steps"
-            )
         found = checked(values, self._process.world.accelerator.number)
         at = None if step is None else whole("step", step)
         if self.is_main and found:
