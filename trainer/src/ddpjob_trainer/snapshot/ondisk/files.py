@@ -14,7 +14,7 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -115,6 +115,22 @@ def data_name(step: int, nonce: str, rank: int) -> str:
     return f"step-{step:012d}-{nonce}-{rank}.safetensors"
 
 
+def write_summed(
+    path: Path, pieces: Iterable[bytes | memoryview], *, past_cache: bool = False
+) -> int:
+    """Write a new file durably, as disk.write_new(); return its CRC-32. Raises OSError."""
+    crc = 0
+
+    def summed() -> Iterator[bytes | memoryview]:
+        nonlocal crc
+        for piece in pieces:
+            crc = zlib.crc32(piece, crc)
+            yield piece
+
+    disk.write_new(path, summed(), past_cache=past_cache)
+    return crc
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotFiles:
     """One incarnation's directory. After an error older snapshots stand."""
@@ -131,18 +147,9 @@ class SnapshotFiles:
 
     def write(self, name: str, content: memoryview) -> int:
         """Make a data file durable; return its CRC-32. Raises OSError."""
-        crc = 0
-
-        def pieces() -> Iterator[memoryview]:
-            nonlocal crc
-            for start in range(0, len(content), _PIECE):
-                piece = content[start : start + _PIECE]
-                crc = zlib.crc32(piece, crc)
-                yield piece
-
+        pieces = (content[at : at + _PIECE] for at in range(0, len(content), _PIECE))
         large = len(content) >= PAST_CACHE_BYTES
-        disk.write_new(self.directory / name, pieces(), past_cache=large)
-        return crc
+        return write_summed(self.directory / name, pieces, past_cache=large)
 
     def commit(self, step: int, content: bytes) -> None:
         """Publish the manifest of a step whose data files are durable. Raises OSError."""

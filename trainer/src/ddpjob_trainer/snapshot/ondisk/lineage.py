@@ -188,12 +188,6 @@ def _signature(record: bytes, secret: str) -> bytes:
     return hmac.digest(bytes.fromhex(secret), record, "sha256").hex().encode()
 
 
-def is_later(start: Start, than: Identity) -> bool:
-    """Tell whether it is a later incarnation of the same job."""
-    later = (start.attempt, start.round) > (than.attempt, than.round)
-    return start.uid == than.uid and later
-
-
 def newest(starts: dict[int, Start]) -> Start | None:
     """Return the head of the newest chain.
 
@@ -310,8 +304,9 @@ def newest_uids(uids: Iterable[str], but: str) -> tuple[str, ...]:
 
 def refuse_if_stale(starts: dict[int, Start], identity: Identity) -> None:
     """Raise PeerLostError when a later incarnation of this job has started."""
+    mine = (identity.attempt, identity.round)
     for start in starts.values():
-        if is_later(start, identity):
+        if start.uid == identity.uid and (start.attempt, start.round) > mine:
             raise PeerLostError(
                 f"attempt {start.attempt} round {start.round} of this job has already started; this"
                 f" is attempt {identity.attempt} round {identity.round}, which is out of date and"

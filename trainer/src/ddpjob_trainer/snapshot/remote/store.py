@@ -34,24 +34,16 @@ class Store:
 
     def numbers(self) -> list[int]:
         """Return all numbers taken, ascending, with or without a start record."""
-        return sorted(int(name) for name in self._list(self._root) if _FOLDER.fullmatch(name))
+        return sorted(int(name) for name in listed(self._fs, self._root) if _FOLDER.fullmatch(name))
 
     def foreign(self) -> list[str]:
         """Name what has a number for its name and is no folder of ours, cut and printable."""
-        names = [n for n in self._list(self._root) if n.isdecimal() and not _FOLDER.fullmatch(n)]
-        return sorted(ascii(name[:40]) for name in names)
+        found = filter(str.isdecimal, listed(self._fs, self._root))
+        return sorted(ascii(name[:40]) for name in found if not _FOLDER.fullmatch(name))
 
     def names(self, number: int) -> list[str]:
         """Return the names in a folder, none where it does not exist."""
-        return self._list(self._path(number))
-
-    def _list(self, path: str) -> list[str]:
-        self._fs.invalidate_cache()  # other processes write there
-        try:
-            found = self._fs.ls(path, detail=False)
-        except FileNotFoundError:
-            return []
-        return [posixpath.basename(str(name).rstrip("/")) for name in found if name != path]
+        return listed(self._fs, self._path(number))
 
     def starts(
         self, reader: Identity | None = None
@@ -115,3 +107,12 @@ def file_system(url: str) -> tuple[Any, str]:
         words = without_credentials(f"snapshots.upload={url!r} cannot be used: {error}", url)
         raise ConfigError(words) from None  # a traceback would quote it
     return fs, str(root).rstrip("/")
+
+
+def listed(fs: Any, path: str) -> list[str]:
+    """Return the names in a folder, none where it does not exist."""
+    fs.invalidate_cache()  # other processes write there
+    with contextlib.suppress(FileNotFoundError):
+        found = fs.ls(path, detail=False)
+        return [posixpath.basename(str(name).rstrip("/")) for name in found if name != path]
+    return []

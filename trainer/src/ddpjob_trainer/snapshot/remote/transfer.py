@@ -30,7 +30,7 @@ from ddpjob_trainer.snapshot.ondisk.manifest import (
     Manifest,
     NewerFormatError,
 )
-from ddpjob_trainer.snapshot.remote.store import Store, file_system
+from ddpjob_trainer.snapshot.remote.store import Store, file_system, listed
 
 # --- Upload ---------------------------------------------------------------------------------------
 # Called by remote/process.py. A store has no exclusive creation and no hard links, so an
@@ -370,7 +370,7 @@ class EvidenceCopy:
         """Remove the oldest rounds of this job, never one after its newest here."""
         mine = sorted(
             (at.attempt, at.round, at.name)
-            for at in map(folder.parsed, _names(self._fs, self._base))
+            for at in map(folder.parsed, listed(self._fs, self._base))
             if at is not None and at.job == own.job
         )
         for attempt, round_, name in mine[:-MAX_ROUNDS]:
@@ -385,7 +385,7 @@ def fetched(url: str) -> Iterator[Path]:
     base = posixpath.join(base, EVIDENCE_DIR)
     with tempfile.TemporaryDirectory(prefix="ddpjob-evidence-") as made:
         left = _MOST_FETCHED
-        for at in filter(None, map(folder.parsed, _names(fs, base))):
+        for at in filter(None, map(folder.parsed, listed(fs, base))):
             for name, size in _sizes(fs, posixpath.join(base, at.name)).items():
                 if left and _OURS.fullmatch(name) and size <= MOST_FILE:
                     left -= 1
@@ -393,13 +393,6 @@ def fetched(url: str) -> Iterator[Path]:
                     with folder.opened(Path(made), at.name, make=True) as fd:
                         folder.write(fd, name, data)
         yield Path(made)
-
-
-def _names(fs: Any, path: str) -> list[str]:
-    fs.invalidate_cache()  # other processes write there
-    with contextlib.suppress(FileNotFoundError):
-        return [posixpath.basename(str(one).rstrip("/")) for one in fs.ls(path, detail=False)]
-    return []
 
 
 def _sizes(fs: Any, path: str) -> dict[str, int]:

@@ -8,8 +8,8 @@ manifest counts for nothing.
 from __future__ import annotations
 
 import contextlib
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from ddpjob_trainer.gpu.accelerator import Accelerator
 from ddpjob_trainer.snapshot.ondisk import disk, manifest
-from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name
+from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles, data_name, write_summed
 from ddpjob_trainer.snapshot.save.layout import Captured, Draft, fingerprint, lay_out
 from ddpjob_trainer.snapshot.save.parts import Report
 
@@ -41,19 +41,9 @@ def write_alone(
     # Another name than that of this rank's part of a snapshot of this step, if one was begun.
     nonce = f"{files.nonce}r{rank}"
     path = files.directory / data_name(step, nonce, 0)
-    crc = 0
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        nonlocal crc
-        now, later = layout.copies(captured)
-        crc = zlib.crc32(layout.header)
-        yield layout.header
-        for _, tensor in sorted((*now, *later), key=itemgetter(0)):
-            piece = _bytes(tensor, accelerator)
-            crc = zlib.crc32(piece, crc)
-            yield piece
-
-    disk.write_new(path, pieces())
+    now, later = layout.copies(captured)
+    tensors = (tensor for _, tensor in sorted((*now, *later), key=itemgetter(0)))
+    crc = write_summed(path, chain([layout.header], (_bytes(one, accelerator) for one in tensors)))
     target = files.directory / manifest.file_name(step)
     named = False
     try:

@@ -255,10 +255,6 @@ class SnapshotWriter:
         """Wait until this rank's parts are written and posted."""
         self._wait(lambda: not self._parts)
 
-    def check(self) -> None:
-        """Raise what has ended a thread."""
-        self._raise()
-
     def hurry(self, on: bool) -> None:
         """Read back as fast as the volume gives it, for training waits."""
         self._read_back.hurry = on
@@ -274,15 +270,16 @@ class SnapshotWriter:
     def _wait(self, done: Callable[[], bool], seconds: float | None = None) -> None:
         with self._changed:
             self._changed.wait_for(lambda: done() or self._error, seconds)
-        self._raise()
+        self.check()
 
-    def _raise(self) -> None:
+    def check(self) -> None:
+        """Raise what has ended a thread."""
         if self._error is not None:
             raise self._error
 
     def outcomes(self) -> list[Outcome]:
         """Return what has been decided since the last call, on rank 0."""
-        self._raise()
+        self.check()
         with self._changed:
             found = list(self._outcomes)
             self._outcomes.clear()
