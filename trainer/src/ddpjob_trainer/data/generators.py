@@ -131,10 +131,7 @@ def found_in(obj: Any, named: Sequence[Any] = ()) -> list[Any]:
 
 
 class _Search:
-    """Follow an object to what it holds, nearest first, each once.
-
-    Seeds go by that order, so it is the same in every process. No code of the script's is run.
-    """
+    """Find what an object holds, in the same order in every process. Runs no code of a script's."""
 
     def __init__(self, root: Any) -> None:
         self.found: list[Any] = []

@@ -165,11 +165,8 @@ class Stream:
             self._taken = 0
 
     def _fingerprint(self, batch: Any) -> bytes:
-        """Return bytes that tell this rank's first batch from another rank's.
-
-        The sampler's draw, as ranks may change samples; else the batch's numbers; else our own key.
-        """
-        if self._sampler is not None:
+        """Return bytes that tell this rank's first batch from another rank's."""
+        if self._sampler is not None:  # its draw: each rank may change samples
             return self._sampler.first
         return str(fetch.sample_numbers(batch) or self._key).encode()
 

@@ -330,10 +330,7 @@ def choose(asked: str, local_rank: int, env: Mapping[str, str]) -> torch.device:
 
 
 def _unusable(though: str, env: Mapping[str, str], *, has: bool) -> Exception:
-    """Build the error for an unusable GPU, with torch's reason.
-
-    ``has``: the container seems to have one. A fault that every node would have is a ConfigError.
-    """
+    """Build the error, with torch's reason: a ConfigError if every node would have that fault."""
     words = "torch sees none"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]

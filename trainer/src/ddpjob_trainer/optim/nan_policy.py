@@ -171,15 +171,13 @@ class NanPolicy:
 
 
 def _odd(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a number per device and dtype: above 0 if a gradient is not finite.
-
-    In one call of torch's: in a short step a call per tensor would show.
-    """
+    """Yield a number per device and dtype: above 0 if a gradient is not finite."""
     groups: Any = _group_tensors_by_device_and_dtype([[*gradients]]) if gradients else {}
     for (group,), _ in groups.values():
         found = torch.zeros(1, device=group[0].device, dtype=torch.float32)
         try:
-            # GradScaler's function; multiplied by one, gradients keep their bits.
+            # GradScaler's function, in a short step quicker than a call per tensor. Multiplied by
+            # one, gradients keep their bits.
             torch._amp_foreach_non_finite_check_and_unscale_(group, found, torch.ones_like(found))
         except RuntimeError:  # complex, or an unsupported layout
             for gradient in group:

@@ -407,11 +407,8 @@ def check_parameters(
 
 
 def _needs_arguments(obj: Any) -> bool:
-    """Return whether step() needs arguments, as LBFGS's does.
-
-    Asks the class, since a scheduler hides an optimizer's own step() behind another.
-    """
-    try:
+    """Return whether step() needs arguments, as LBFGS's does."""
+    try:  # of the class: a scheduler hides an optimizer's own step() behind another
         inspect.signature(type(obj).step).bind(obj)
     except TypeError:
         return True

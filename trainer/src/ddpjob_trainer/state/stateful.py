@@ -325,11 +325,7 @@ def _filled(own: Any, value: Any) -> Any:
 
 
 def _lay_out_like_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer's tensors their parameters' strides again.
-
-    Snapshots hold elements in C order. Fused kernels walk through memory and expect an average
-    to lie as its parameter does, channels_last for instance.
-    """
+    """Give tensors their parameters' strides, which fused kernels expect; snapshots drop them."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items() if isinstance(state, dict) else ():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape:

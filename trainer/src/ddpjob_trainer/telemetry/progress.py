@@ -209,10 +209,7 @@ class Progress:
         self._writer.mark(activity)
 
     def measured_by(self, seconds: Mapping[Activity, float]) -> None:
-        """Use a device's own seconds, which only grow, in place of the host's.
-
-        The host's time to queue a forward says nothing.
-        """
+        """Use a device's seconds, which only grow: a host's time to queue work says nothing."""
         self._of_device = seconds
 
     @property

@@ -110,7 +110,7 @@ _CALLS = 8  # a call may be over on one rank before another that differs waits f
 
 
 class _Listening:
-    """See Shutdown.listening(): a step enters it often, and a generator would take longer."""
+    """Ends the process for a lost peer. A step enters it often: a generator would take longer."""
 
     def __init__(self, shutdown: Shutdown) -> None:
         self._shutdown = shutdown
@@ -127,6 +127,7 @@ class Shutdown:
     """Owns SIGTERM, SIGINT and sys.excepthook of a training process.
 
     ``reached``: how often peers() was entered, on every rank alike. ``calls``: for what, lately.
+    ``listening``: the same as peers(), where one rank alone may act.
     """
 
     def __init__(self, rank: int, state: RankStateWriter) -> None:
@@ -137,7 +138,7 @@ class Shutdown:
         self.failing = False  # an exception ends this process
         self.before_leaving: Callable[[], None] = lambda: None  # where a peer is lost
         self.reached = 0
-        self._listening = _Listening(self)
+        self.listening = _Listening(self)
         self.calls: deque[tuple[int, str]] = deque(maxlen=_CALLS)
         self._hook = sys.excepthook
         self.watch_exceptions()
@@ -195,11 +196,7 @@ class Shutdown:
         """Wait for the others in this block. ``what``: the call, as a script's author knows it."""
         self.reached += 1
         self.calls.append((self.reached, what))
-        return self._listening
-
-    def listening(self) -> _Listening:
-        """Exit with code 75 for a lost peer, where one rank alone may act."""
-        return self._listening
+        return self.listening
 
     @contextlib.contextmanager
     def in_loop(self) -> Iterator[None]:
@@ -213,10 +210,7 @@ class Shutdown:
                 self._remind_later()
 
     def _remind_later(self) -> None:
-        """End a moment after the loop. No step comes on which the ranks could agree.
-
-        All may be done within a moment, and an error that left the loop tells more than the signal.
-        """
+        """End a moment after the loop: by then all may be done, or an error tells more."""
 
         def remind() -> None:
             if not self.failing:

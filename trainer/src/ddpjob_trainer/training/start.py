@@ -37,13 +37,12 @@ from ddpjob_trainer.telemetry.event_log import EventLog
 from ddpjob_trainer.telemetry.profile import Profiler
 from ddpjob_trainer.telemetry.progress import Progress
 from ddpjob_trainer.telemetry.run_log import Sink, tensorboard
-from ddpjob_trainer.training import shutdown
 from ddpjob_trainer.training.replay.records import Recorder, record_path
 from ddpjob_trainer.training.replay.replay import Drill, Replay
 from ddpjob_trainer.training.rescue import Rescue
 from ddpjob_trainer.training.run import Run
 from ddpjob_trainer.training.run_context import RunContext
-from ddpjob_trainer.training.shutdown import CallMismatch, Shutdown
+from ddpjob_trainer.training.shutdown import UNGUARDED, CallMismatch, Shutdown
 
 #: Snapshot directories of this process' runs, with the last step that one of them was to do.
 _BEGUN: dict[Path, int] = {}
@@ -99,7 +98,9 @@ def start(
     given = locals() | {"level": determinism.LEVELS["cpu"] if level is None else level}
     begun = time.monotonic()
     try:
-        _check_guarded()
+        # Python's own mark of a child that reads the script, of which no public name tells.
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise ConfigError(UNGUARDED)
         env = read_worker(os.environ)
         key = take_key(os.environ, env.identity)
         env = replace(env, identity=replace(env.identity, secret=key.lineage.hex()))
@@ -132,7 +133,7 @@ def start(
         watch(writer, env.deadlines)
     writer.mark("rendezvous")
     joining = time.monotonic()
-    with shutdown.listening():
+    with shutdown.listening:
         world = join(env, key, begun, place)
     trace.mark("joined")
     shutdown.watch_exceptions()
@@ -167,26 +168,20 @@ def start(
     return Run(process, options)
 
 
-def _check_guarded() -> None:
-    """Raise ConfigError in a child that reads its parent's script, unguarded."""
-    # Python's own mark, of which no public name tells.
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigError(shutdown.UNGUARDED)
-
-
 def _snapshot_settings(given: SnapshotSettings, asked: Snapshots) -> SnapshotSettings:
     """Put arguments of start() before the environment."""
     directory = given.directory if asked.directory is None else Path(asked.directory)
     url = given.upload if asked.upload is None else asked.upload
     if url:
         check_upload(url, directory)
+    every = given.every_steps if asked.every is None else asked.every
     # The status knows of those in the job's directory. What ended with a pod is missed by nobody.
     known = directory == given.directory and (url or not given.ends_with_pod)
     return replace(
         given,
         known_step=given.known_step if known else 0,
         directory=directory,
-        every_steps=given.every_steps if asked.every is None else _every(asked.every),
+        every_steps=None if isinstance(every, str) else every,
         keep=asked.keep or given.keep,
         staging=asked.staging,
         hyperparameters=asked.hyperparameters,
@@ -195,15 +190,8 @@ def _snapshot_settings(given: SnapshotSettings, asked: Snapshots) -> SnapshotSet
     )
 
 
-def _every(asked: int | str) -> int | None:
-    return None if isinstance(asked, str) else asked
-
-
 def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
-    """Raise ConfigError for a second run that would begin where the first has ended.
-
-    As one for each fold: it would train nothing, and go on with what the first has learned.
-    """
+    """Raise ConfigError for a second run, as of another fold, that would go on with the first."""
     if settings.directory is None or not settings.resume:
         return
     directory = settings.directory

@@ -154,7 +154,7 @@ class StepExchange:
             raise NotCommittedError(f"step {step.index}: its loss is known after step.commit()")
         self._read = True
         if step.mean is None:
-            with self._process.shutdown.listening():  # a rank may ask for it alone
+            with self._process.shutdown.listening:  # a rank may ask for it alone
                 sent = _sent(step)
                 weights = sent.host.sums["weights"] if step.weights else None
                 losses = sent.device.sums["losses"]

@@ -85,7 +85,7 @@ class Updates:
         shutdown = self._process.shutdown
         self._device_watch.queued("forward")
         # Where nobody waits for another ranks may have more calls than others.
-        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening():
+        with shutdown.peers(f"step {step.index}") if averaging.waits else shutdown.listening:
             scaled = self._trained.updater.scale(marked)
             averaging.backward(scaled, number, weight=weight, retain_graph=retain_graph)
 

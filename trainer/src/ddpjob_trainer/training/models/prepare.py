@@ -422,10 +422,7 @@ def shaped_like(given: Any, values: Sequence[T]) -> Any:
 
 
 def move_to(module: torch.nn.Module, device: torch.device) -> None:
-    """Move a model to this process's device, unless its user has put it elsewhere.
-
-    One that lies on several devices would be folded into one.
-    """
+    """Move a model to this process's device, unless its user has put it on another, or several."""
     devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())}
     if devices <= {"cpu"}:
         module.to(device)

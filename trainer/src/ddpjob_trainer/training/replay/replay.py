@@ -103,10 +103,7 @@ class Digest:
 
 @functools.lru_cache(maxsize=256)
 def _thinned(sizes: tuple[int, ...], elements: int, rows: int) -> tuple[slice, ...]:
-    """Index a view of about so many elements, from the midst of each dimension's parts.
-
-    Of a batch's samples as many as there are, up to ``rows``, and a few elements of each.
-    """
+    """Index about so many elements, evenly: of up to ``rows`` samples a few elements each."""
     places = []
     for dimension, size in enumerate(sizes):
         last = dimension == len(sizes) - 1
