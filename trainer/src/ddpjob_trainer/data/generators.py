@@ -125,46 +125,43 @@ def can_be_seeded(obj: Any) -> bool:
 
 
 def found_in(obj: Any, named: Sequence[Any] = ()) -> list[Any]:
-    """Return those that an object leads to, nearest first, then those named: each once."""
-    found = _Search(obj).found
+    """Return those that an object leads to, nearest first, then those named: each once.
+
+    Seeds go by that order, so it is the same in every process. No code of the script's is run.
+    """
+    found: list[Any] = []
+    met: dict[int, Any] = {}  # by id; held, so that no other object gets one of these
+    near = deque([obj])
+    while near and len(met) < _LOOKS:
+        held = near.popleft()
+        if id(held) in met or id(held) in _OF_ALL or issubclass(type(held), _ENDS):
+            continue
+        met[id(held)] = held
+        if can_be_seeded(held):
+            found.append(held)
+        if not issubclass(type(held), _GENERATORS):
+            near.extend(_parts(held))
     return [*found, *(one for one in named if all(one is not other for other in found))]
 
 
-class _Search:
-    """Find what an object holds, in the same order in every process. Runs no code of a script's."""
-
-    def __init__(self, root: Any) -> None:
-        self.found: list[Any] = []
-        self._met: dict[int, Any] = {}  # by id; held, so that no other object gets one of these
-        near = deque([root])
-        while near and len(self._met) < _LOOKS:
-            obj = near.popleft()
-            if id(obj) in self._met or id(obj) in _OF_ALL or issubclass(type(obj), _ENDS):
-                continue
-            self._met[id(obj)] = obj
-            if can_be_seeded(obj):
-                self.found.append(obj)
-            if not issubclass(type(obj), _GENERATORS):
-                near.extend(self._parts(obj))
-
-    def _parts(self, obj: Any) -> Iterator[Any]:
-        kind = type(obj)
-        if _OURS.match(str(kind.__module__)):
-            return
-        if issubclass(kind, type):
-            if _is_the_scripts(str(obj.__module__)):
-                yield from (*vars(obj).values(), *obj.__mro__[1:])
-        elif kind is FunctionType:
-            yield from list(vars(obj).values())  # not what its code names
-        elif kind is BuiltinFunctionType:
-            yield obj.__self__  # of a method, as ``rng.random``
-        else:
-            for container, entries in _CONTAINERS.items():
-                if issubclass(kind, container) and container.__len__(obj) <= _ENTRIES:
-                    yield from list(entries(obj))  # at once: a thread may fill it
-            if kind not in _CONTAINERS:
-                yield from _attributes_of(obj).values()
-                yield kind
+def _parts(obj: Any) -> Iterator[Any]:
+    kind = type(obj)
+    if _OURS.match(str(kind.__module__)):
+        return
+    if issubclass(kind, type):
+        if _is_the_scripts(str(obj.__module__)):
+            yield from (*vars(obj).values(), *obj.__mro__[1:])
+    elif kind is FunctionType:
+        yield from list(vars(obj).values())  # not what its code names
+    elif kind is BuiltinFunctionType:
+        yield obj.__self__  # of a method, as ``rng.random``
+    else:
+        for container, entries in _CONTAINERS.items():
+            if issubclass(kind, container) and container.__len__(obj) <= _ENTRIES:
+                yield from list(entries(obj))  # at once: a thread may fill it
+        if kind not in _CONTAINERS:
+            yield from _attributes_of(obj).values()
+            yield kind
 
 
 def _attributes_of(obj: Any) -> dict[str, Any]:

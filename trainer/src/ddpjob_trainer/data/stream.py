@@ -213,9 +213,10 @@ class Stream:
             found = generators.found_in(source, self._named)
             generators.seed([one for one in found if id(one) not in shared], key)
             generators.seed(self._shared, key_of_all)
-        for holder in _generator_holders(source):
-            alike = holder is not source and id(holder.generator) in shared
-            holder.generator.manual_seed(key_of_all if alike else key)
+        for holder in _parts(source) if isinstance(source, DataLoader) else ():
+            if isinstance(generator := getattr(holder, "generator", None), torch.Generator):
+                alike = holder is not source and id(generator) in shared
+                generator.manual_seed(key_of_all if alike else key)
         if self._sampler is not None:
             self._sampler.epoch = self._epoch
         seed_generators(key)  # workers' seeds are drawn from torch's
@@ -283,17 +284,12 @@ def _is_whole(batch: Any, rows: int | None) -> bool:
     return rows is None or not any(shapes) or any(rows in shape[:2] for shape in shapes)
 
 
-def _keeps_state(source: object) -> bool:
-    """Tell whether it has torch's protocol for a position that can be saved."""
-    return all(callable(getattr(source, n, None)) for n in ("state_dict", "load_state_dict"))
-
-
 def _keeper(source: Any) -> Any:
     """Return what keeps the position: the source, or what a DataLoader without workers reads."""
-    if _keeps_state(source):
-        return source
-    if isinstance(source, DataLoader) and not source.num_workers and _keeps_state(source.dataset):
-        return source.dataset
+    here = isinstance(source, DataLoader) and not source.num_workers
+    for one in (source, source.dataset) if here else (source,):
+        if all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict")):
+            return one
     return None
 
 
@@ -304,14 +300,6 @@ def _parts(source: Any) -> list[Any]:
     batches = source.batch_sampler
     found = (source, source.sampler, batches, getattr(batches, "sampler", None))
     return [*{id(part): part for part in found if part is not None}.values()]
-
-
-def _generator_holders(source: Any) -> Iterator[Any]:
-    """Yield a DataLoader and its samplers, where they have a generator of their own."""
-    if isinstance(source, DataLoader):
-        for holder in _parts(source):
-            if isinstance(getattr(holder, "generator", None), torch.Generator):
-                yield holder
 
 
 def _shapes(item: Any) -> Iterator[tuple[int, ...]]:

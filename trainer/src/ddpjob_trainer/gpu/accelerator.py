@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
 import torch
@@ -51,15 +52,15 @@ class Reading:
         return found
 
 
+@dataclass(frozen=True, slots=True)
 class Read:
     """One number of a Reading, which float() waits for."""
 
-    def __init__(self, reading: Reading, index: int) -> None:
-        self._reading = reading
-        self._index = index
+    reading: Reading
+    index: int
 
     def __float__(self) -> float:
-        return self._reading.values()[self._index]
+        return self.reading.values()[self.index]
 
 
 class Accelerator:

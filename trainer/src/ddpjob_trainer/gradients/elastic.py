@@ -62,7 +62,9 @@ class ElasticAveraging:
         """
         _refuse(module)
         model = Wrapped(module)  # gives every rank rank 0's parameters and buffers
-        _free_reducer(model)
+        # Free DDP's reducer, whose idle buckets are as large as the gradients.
+        setattr(model, "logger", None)  # noqa: B010 - it holds the reducer
+        setattr(model, "reducer", _NoReducer())  # noqa: B010
         holds_group(model, *OF_DDP)
         model.require_backward_grad_sync = False  # as no_sync() does for a while
         model.require_forward_param_sync = False
@@ -100,10 +102,7 @@ class ElasticAveraging:
     def backward(
         self, loss: torch.Tensor, number: int, *, weight: float | None, retain_graph: bool = False
     ) -> None:
-        """Compute a part's gradients; add the finished shard before it to the tree.
-
-        A part may have several losses.
-        """
+        """Compute a part's gradients; add the finished shard before it to the tree."""
         micro, shard = self._options.micro_batches, self._parts[number].shard
         if shard != self._shard:
             self._end_shard()
@@ -116,12 +115,8 @@ class ElasticAveraging:
         self._buffers.check()
 
     def _end_shard(self) -> None:
-        if self._shard is not None:
-            self._partial.push(self._shard, self._take())
-            self._shard = None
-
-    def _take(self) -> Gradients:
-        """Return the gradients and clear them: each shard starts from none."""
+        if self._shard is None:
+            return
         gradients: Gradients = []
         for parameter in self._parameters:
             gradient = parameter.grad
@@ -131,8 +126,9 @@ class ElasticAveraging:
                     " Embedding(sparse=False), or level='resume'"
                 )
             gradients.append(gradient)
-            parameter.grad = None
-        return gradients
+            parameter.grad = None  # each shard starts from none
+        self._partial.push(self._shard, gradients)
+        self._shard = None
 
     def share_buffers(self) -> None:
         """Do nothing: they are equal on all ranks."""
@@ -197,12 +193,6 @@ class _NoReducer:
 
     def _rebuild_buckets(self) -> bool:
         return False
-
-
-def _free_reducer(model: DistributedDataParallel) -> None:
-    """Free DDP's reducer, whose idle buckets are as large as the gradients."""
-    setattr(model, "logger", None)  # noqa: B010 - it holds the reducer
-    setattr(model, "reducer", _NoReducer())  # noqa: B010
 
 
 def _refuse(module: torch.nn.Module) -> None:

@@ -89,7 +89,7 @@ class NanPolicy:
         self,
         step: int,
         module: torch.nn.Module,
-        losses: Sequence[float],
+        losses: Sequence[Number],
         reported: Sequence[float] | None,
     ) -> None:
         """Account for an update that allows() has forbidden.
@@ -123,7 +123,7 @@ class NanPolicy:
         self,
         step: int,
         loss: float,
-        losses: Sequence[torch.Tensor],
+        losses: Sequence[Number],
         reported: Sequence[float],
         refused: int,
     ) -> None:
@@ -132,16 +132,14 @@ class NanPolicy:
         Raises DivergedError where ranks disagree, or where gradients did not show the loss.
         """
         if self._late and reported[2] == self._world.size:
-            values = [float(value) for value in losses]
             raise DivergedError(
-                f"step {step}: gradients are not finite; {self._losses(values, reported)}. The"
+                f"step {step}: gradients are not finite; {self._losses(losses, reported)}. The"
                 " update was made, since a GPU's answer is read a step later; no snapshot was made"
                 " of it. start(nan_policy='skip') leaves such updates out"
             )
         self._check_agreement(step, reported, refused)
         if self._policy == "stop" and not math.isfinite(loss):
-            values = [float(value) for value in losses]
-            raise DivergedError(f"step {step}: {self._losses(values, reported)}")
+            raise DivergedError(f"step {step}: {self._losses(losses, reported)}")
 
     def _check_agreement(
         self, step: int, reported: Sequence[float], refused: int, first: str = ""
@@ -155,8 +153,8 @@ class NanPolicy:
                 " hardware"
             )
 
-    def _losses(self, mine: Sequence[float], reported: Sequence[float] | None) -> str:
-        value = next((x for x in mine if not math.isfinite(x)), None)
+    def _losses(self, mine: Sequence[Number], reported: Sequence[float] | None) -> str:
+        value = next((x for x in map(float, mine) if not math.isfinite(x)), None)
         if reported is None:
             return (
                 f"of this rank's losses {'each is finite' if value is None else f'one is {value}'}"
@@ -171,13 +169,15 @@ class NanPolicy:
 
 
 def _odd(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a number per device and dtype: above 0 if a gradient is not finite."""
+    """Yield a number per device and dtype: above 0 if a gradient is not finite.
+
+    In one call of torch's: in a short step a call per tensor would show.
+    """
     groups: Any = _group_tensors_by_device_and_dtype([[*gradients]]) if gradients else {}
     for (group,), _ in groups.values():
         found = torch.zeros(1, device=group[0].device, dtype=torch.float32)
         try:
-            # GradScaler's function, in a short step quicker than a call per tensor. Multiplied by
-            # one, gradients keep their bits.
+            # GradScaler's function; multiplied by one, gradients keep their bits.
             torch._amp_foreach_non_finite_check_and_unscale_(group, found, torch.ones_like(found))
         except RuntimeError:  # complex, or an unsupported layout
             for gradient in group:
@@ -196,7 +196,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 def _any_odd(values: Sequence[Number]) -> Number:
     """Return 1.0 if one of them is not finite, else 0.0."""
     measured = [value for value in values if isinstance(value, torch.Tensor)]
-    known = [value for value in values if not isinstance(value, torch.Tensor)]
-    if not measured or not all(map(math.isfinite, known)):
-        return float(not all(map(math.isfinite, known)))
+    finite = all(isinstance(value, torch.Tensor) or math.isfinite(value) for value in values)
+    if not measured or not finite:
+        return float(not finite)
     return (~torch.isfinite(torch.stack(measured))).any().double()

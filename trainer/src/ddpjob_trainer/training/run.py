@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 import torch
@@ -377,10 +376,7 @@ class Run:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._teardown.finish(error)
 
     # --- Inside --------------------------------------------------------------------------

@@ -183,9 +183,8 @@ class Updates:
         if updated:
             return
         if not allowed:
-            losses = [float(loss) for loss in step.losses]
             reported = self.exchange.not_finite(step) if exchanged else None
-            self._nan.refuse(step.index, self._trained.module, losses, reported)
+            self._nan.refuse(step.index, self._trained.module, step.losses, reported)
             updater.forget()
         self._process.progress.count("skipped_updates")
         if self._backup is not None:

@@ -224,7 +224,11 @@ class PreparedModels:
         trained = [p for p in parameters if p.requires_grad and p in held]
         clip = Clip(options.clip_grad_norm, trained)
         for (name, optimizer), scheduler in zip(optimizers.items(), found, strict=True):
-            self._add_optimizer(name, Unit(optimizer, scheduler, clip, options.scheduler_every))
+            place_state(optimizer)
+            self._register(_name("optimizer", name, "optimizer"), optimizer)
+            if scheduler is not None:
+                self._register(_name("scheduler", name, "optimizer"), scheduler)
+            self.updater.units.append(Unit(optimizer, scheduler, clip, options.scheduler_every))
         self._add_scaler(options.grad_scaler)
         if before_update is not None:
             self.updater.hooks.append((before_update, set(parameters)))
@@ -299,13 +303,6 @@ class PreparedModels:
             self._register(_name("ema", name, "model"), ema)
             self.state.averages.add(_name("ema", name, "model"))
         return wrapped
-
-    def _add_optimizer(self, name: str, unit: Unit) -> None:
-        place_state(unit.optimizer)
-        self._register(_name("optimizer", name, "optimizer"), unit.optimizer)
-        if unit.scheduler is not None:
-            self._register(_name("scheduler", name, "optimizer"), unit.scheduler)
-        self.updater.units.append(unit)
 
     def _add_scaler(self, given: torch.amp.GradScaler | None) -> None:
         """Make one scaler for the whole run. Its scale is that of all losses."""
