@@ -34,13 +34,18 @@ def evaluate(
         World(rank, 3, torch.device("cpu"), Identity("u", 1, 0, True), None, None)
         for rank in range(3)
     ]
+    given = evaluation.EvaluationOptions(
+        batch_size=batch_size,
+        workers=workers,
+        reduce="mean" if mean else "sum",
+        collate=None,
+        ema=False,
+    )
+    source = fetch.Batches(data, None, 7)
     shares = [
-        evaluation.share_of_metric(
-            MODEL, fetch.Batches(data, None, 7), metric, world,
-            batch_size=batch_size, workers=workers, mean=mean, alive=lambda: None,
-        )
+        evaluation.share_of_metric(MODEL, source, metric, world, given, lambda: None)
         for world in worlds
-    ]  # fmt: skip
+    ]
     blobs = [json.dumps(share).encode() for share in shares]
     gather = type("Gathered", (), {"gather_bytes": lambda self, what, mine: blobs})()
     assert blobs[0] in gather.gather_bytes("", b"")

@@ -80,10 +80,7 @@ def sample_numbers(sample: Any) -> list[float]:
 
 
 def first_unequal(every: Sequence[Sequence[Sequence[float]]]) -> tuple[int, int] | None:
-    """Find the first rank that differs from rank 0, and its first such sample.
-
-    ``every``: of each rank the numbers of each sample.
-    """
+    """Find the first rank whose samples' numbers are not rank 0's, and its first such sample."""
     for rank, theirs in enumerate(every):
         for place, (one, other) in enumerate(zip(every[0], theirs, strict=True)):
             if len(one) != len(other) or not np.allclose(one, other, _CLOSE, _CLOSE**3):
@@ -165,14 +162,11 @@ def check(dataset: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Name a batch to make: its samples, and their positions in the run.
-
-    ``compared``: not a batch is made, but the numbers by which ranks compare these samples.
-    """
+    """Name a batch to make: its samples, and their positions in the run."""
 
     samples: Indices
     positions: Indices
-    compared: bool = False
+    compared: bool = False  # make the numbers by which ranks compare these samples
 
 
 class Batches:
@@ -359,10 +353,7 @@ def _show_dataset(batches: Batches, init: Init | None, number: int) -> None:
 
 
 class Workers:
-    """Run worker processes: they start at once, begin() says what they shall make.
-
-    ``options``: of torch's DataLoader.
-    """
+    """Run worker processes: they start at once, begin() says what they shall make."""
 
     def __init__(
         self,

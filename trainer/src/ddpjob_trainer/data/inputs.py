@@ -198,10 +198,7 @@ class Indexed:
         return Work(self.order.samples(positions), positions)
 
     def next(self, step: int, number: int, positions: Indices) -> Any:
-        """Return batch ``number`` of this rank's in a step, on the CPU.
-
-        Raises ConfigError for another dataset.
-        """
+        """Return this rank's batch ``number`` of a step, on the CPU. Raises ConfigError."""
         begun = self.own["length"]
         if not step % self.order.steps_per_epoch and (now := len(self._source.dataset)) != begun:
             raise ConfigError(

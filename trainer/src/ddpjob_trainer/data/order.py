@@ -149,10 +149,7 @@ def _shuffled_block(order: Shuffled, epoch: int, block: int) -> Indices:
 
 
 class Weighted:
-    """Draw a sample for every place by the samples' weights, with replacement.
-
-    An epoch has as many places as there are samples. A draw is a binary search.
-    """
+    """Draw a sample for every place by weights, with replacement: an epoch draws one per weight."""
 
     def __init__(self, seed: int, weights: npt.ArrayLike) -> None:
         try:

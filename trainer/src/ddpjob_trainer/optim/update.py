@@ -191,10 +191,7 @@ class Updater:
             self.applying = False
 
     def measure(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
-        """Compute the gradient norms for clipping.
-
-        Returns the parameters to update, in groups with the norm of their gradients if it is known.
-        """
+        """Return the parameters to update, in groups with their gradients' norm for clipping."""
         self._unscale(unit for unit in units if unit.clip.bound is not None)
         return self._norms(units)
 
@@ -222,10 +219,7 @@ class Updater:
                 clip.norm = clip.norm * factor
 
     def before_update(self, units: Sequence[Unit]) -> list[tuple[Parameters, torch.Tensor | None]]:
-        """Call prepare()'s hooks, which may change the gradients to be applied.
-
-        Returns the same as measure(), of the changed gradients.
-        """
+        """Call prepare()'s hooks, which may change the gradients; return what measure() does."""
         self._unscale(unit for unit in units if unit.clip.bound is None)  # else it is done
         if self.scaler is not None and any(map(self._overflowed, units)):
             return []  # the update will be skipped
@@ -435,16 +429,13 @@ def _length(scheduler: Any) -> int:
 def match_schedulers(
     optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Any]
 ) -> list[Any]:
-    """Return each optimizer's scheduler or None. Raises ConfigError.
-
-    A scheduler has a reference to its optimizer; one without must be at the same index.
-    """
+    """Return each optimizer's scheduler or None. Raises ConfigError."""
     found: dict[int, Any] = {}
     for place, scheduler in enumerate(schedulers):
         if scheduler is None:
             continue
         owner = getattr(scheduler, "optimizer", None)
-        if owner is None and len(schedulers) == len(optimizers):
+        if owner is None and len(schedulers) == len(optimizers):  # it has no reference
             owner = optimizers[place]
         if owner is None or owner not in optimizers:
             raise ConfigError("the scheduler belongs to another optimizer than prepare() was given")

@@ -143,10 +143,7 @@ class Progress:
             self.at(before)
 
     def built(self, readings: Readings) -> None:
-        """Record that the script has built its objects; resuming comes next.
-
-        ``readings`` returns gauges, now and then: names of metric_names.WORKER, their values.
-        """
+        """Record that the script has built its objects. ``readings`` returns gauges of metrics."""
         self._readings = readings
         self._metrics.stage("build", time.monotonic() - self._since)
         self.at("load")

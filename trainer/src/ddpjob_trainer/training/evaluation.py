@@ -102,23 +102,21 @@ def share_of_metric(
     source: fetch.Batches,
     metric: Metric | Metrics,
     world: World,
-    *,
-    batch_size: int,
-    workers: int,
-    mean: bool,
+    given: EvaluationOptions,
     alive: Callable[[], None],
 ) -> Sums:
     """Add the metric up over this rank's batches. ``alive`` is called for each.
 
-    ``mean``: the metric is a batch's mean, and each of its samples counts once. Whichever process
-    makes a batch: random numbers drawn for it, and those drawn afterwards, depend on it only.
+    Whichever process makes a batch: random numbers drawn for it, and those drawn afterwards, depend
+    on it only.
     """
+    batch_size, mean = given.batch_size, given.reduce == "mean"
     sums: dict[str, float] = {}
     size = len(source.dataset)
     starts = range(world.rank * batch_size, size, world.size * batch_size)
     spans = [np.arange(start, min(start + batch_size, size)) for start in starts]
     for span, made in zip(
-        spans, _made(source, spans, workers, pinned=world.accelerator.queues), strict=True
+        spans, _made(source, spans, given.workers, pinned=world.accelerator.queues), strict=True
     ):
         alive()
         if source.draws:

@@ -261,7 +261,6 @@ class Run:
         """
         given = evaluation.check(locals())
         trained = self._ready("evaluate()")
-        mean = given.reduce == "mean"
         world = self._process.world
         step = self._loop.step if self._loop is not None and self._loop.within_step else None
         if self._process.rescue is not None and step is not None and step.committed:
@@ -275,13 +274,10 @@ class Run:
             self.evaluating(ema=ema, model=model) as module,
             stateful.preserved_buffers(module, ema),
         ):
-            share = evaluation.share_of_metric(
-                module, source, metric, world,
-                batch_size=given.batch_size, workers=given.workers, mean=mean,
-                alive=lambda: self._process.progress.at("evaluation"),
-            )  # fmt: skip
+            alive = partial(self._process.progress.at, "evaluation")
+            share = evaluation.share_of_metric(module, source, metric, world, given, alive)
         with self._process.progress.during("agreement"), self._together("run.evaluate()"):
-            found = evaluation.total(share, world, mean=mean)
+            found = evaluation.total(share, world, mean=given.reduce == "mean")
         self._process.recorder.logged(self._step_to_log(), "evaluate()", found)
         return found
 

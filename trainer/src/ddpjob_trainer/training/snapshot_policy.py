@@ -68,10 +68,7 @@ class SnapshotPolicy:
     # --- Resume -----------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Load the newest snapshot into all there is.
-
-        Raises ConfigError where the ranks do not agree, or it is another run's.
-        """
+        """Load the newest snapshot into all there is. Raises ConfigError, as for another run's."""
         state, config = self._trained.state, self._config
         decides = config.copy()
 

@@ -96,10 +96,7 @@ class StepExchange:
     # --- After the loop's body ----------------------------------------------------------------
 
     def finish(self, step: Step) -> None:
-        """Receive the sums over all hosts, and hand each to the part that sent it.
-
-        Raises ConfigError where the ranks do not agree, PeerLostError.
-        """
+        """Hand all hosts' sums to the parts that sent them. Raises ConfigError, PeerLostError."""
         process, sums = self._process, _sent(step).host.sums
         self.stop = sums["stop"][0] > 0
         self.enough = sums["enough"][0] > 0
