@@ -16,15 +16,12 @@ from support.queued import Queued
 
 class Progress:
     def __init__(self) -> None:
-        self.since = ("forward", 100.0)
+        self.since = 100.0
         self.told: list[str] = []
-        self.seconds: dict[str, float] = {}
+        self.of_device: dict[str, float] = {}
 
     def device_at(self, activity: str) -> None:
         self.told.append(activity)
-
-    def measured_by(self, seconds: dict[str, float]) -> None:
-        self.seconds = seconds
 
 
 @pytest.fixture
@@ -48,7 +45,7 @@ def test_a_gpu_that_hangs_in_its_own_work_is_told_from_one_that_waits(watch):
     watch.device.run(2)
     watch.look(262.0)
     assert watch.progress.told[-1] == "update"
-    watch.progress.since = ("data", 263.0)
+    watch.progress.since = 263.0
     watch.look(263.5)
     assert len(watch.progress.told) == 3, "the loop moves: it speaks for itself"
     watch.look(300.0)
@@ -68,14 +65,14 @@ def test_seconds_are_the_devices_own():
         watch.queued(activity)  # type: ignore[arg-type]
     device.run(device.mark().place)
     watch.look(200.0)
-    assert progress.seconds == {"data": 7.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
+    assert progress.of_device == {"data": 7.0, "forward": 2.0, "backward": 0.0, "update": 0.0}
     assert progress.told == [], "a host that hangs speaks for itself"
     nothing = Progress()
     watch = DeviceWatch(accelerator.of(torch.device("cpu")), nothing)  # type: ignore[arg-type]
     watch.queued("forward")  # where a device has no queue nothing is watched
     watch.start()
     watch.look(1e9)
-    assert (nothing.told, nothing.seconds) == ([], {})
+    assert (nothing.told, nothing.of_device) == ([], {})
 
 
 def test_its_thread_asks_its_own_gpu():

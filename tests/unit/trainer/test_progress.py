@@ -60,7 +60,7 @@ def test_times_and_readings(tmp_path, clock):
     progress = make(tmp_path)
     progress.built(lambda: {"learning_rate": 0.25})
     progress.resumed(0)
-    metrics = progress._metrics
+    metrics = progress.metrics
     metrics.due = lambda *, force=False: True  # type: ignore[method-assign]
     metrics.add = (  # type: ignore[method-assign]
         lambda name, amount=1.0, label="": seen.update({f"{name}:{label}": amount})
@@ -192,11 +192,11 @@ def test_numbers_of_all_kinds_can_be_logged_and_nothing_else():
 
 def test_what_the_script_logs_is_shown_by_the_launcher(tmp_path, clock, capsys):
     progress = begun(tmp_path)
-    progress._metrics.due = lambda *, force=False: False  # type: ignore[method-assign]
+    progress.metrics.due = lambda *, force=False: False  # type: ignore[method-assign]
     progress.log(1, {"accuracy %": 0.5, "bad": math.nan, **{f"n{i}": float(i) for i in range(20)}})
     progress.body_ended()
-    progress._metrics.due = lambda *, force=False: True  # type: ignore[method-assign]
-    progress._metrics.flush = lambda: None  # type: ignore[method-assign]
+    progress.metrics.due = lambda *, force=False: True  # type: ignore[method-assign]
+    progress.metrics.flush = lambda: None  # type: ignore[method-assign]
     progress.stepped(1, 0.5)
     found = read_report(tmp_path, VALUES)
     assert len(found) == 16

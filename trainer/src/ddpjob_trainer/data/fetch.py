@@ -30,7 +30,7 @@ from torch.utils.data import (
 )
 
 from ddpjob_trainer.data import generators
-from ddpjob_trainer.data.order import Indices, digest, key64, words
+from ddpjob_trainer.data.order import Indices, key64, words
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu.accelerator import Accelerator
 
@@ -48,11 +48,6 @@ _CLOSE = 1e-3
 #: ``length``, and ``subset``, a hash of the indices of a Subset, None for another dataset.
 Fingerprint = dict[str, Any]
 _WORDS = {"length": "its length", "subset": "the indices of its Subset"}
-
-
-def fingerprint_of(dataset: Any, subset: Indices | None) -> Fingerprint:
-    """Return what a snapshot holds of a dataset."""
-    return {"length": len(dataset), "subset": None if subset is None else digest(subset)}
 
 
 def dataset_difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> str:

@@ -26,6 +26,7 @@ from ddpjob_trainer.data.order import (
     Sequential,
     Shuffled,
     Weighted,
+    digest,
 )
 from ddpjob_trainer.data.stream import Stream
 from ddpjob_trainer.data.user_samplers import Sampled, is_indexed_loader, options_of
@@ -136,7 +137,8 @@ class Indexed:
             _epochs(source, options, settings.seed), settings.global_batch, settings.tail
         )
         self.draws = self._source.draws  # making a batch may move this process' generators
-        self.own = self.fingerprint = fetch.fingerprint_of(source, self._source.subset)
+        subset = None if self._source.subset is None else digest(self._source.subset)
+        self.own = self.fingerprint = {"length": len(source), "subset": subset}
         self.compared: list[list[float]] = []  # numbers of the samples that all ranks make
         self._compared_work: Work | None = None
         self._ranks = settings.ranks

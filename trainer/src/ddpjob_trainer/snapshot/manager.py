@@ -343,7 +343,7 @@ class SnapshotManager:
                     writer.save(step, begun, captured, config)
             self._in_progress = True
         else:
-            self._progress.count("snapshots_skipped")
+            self._progress.metrics.add("snapshots_skipped")
             if self._world.rank == 0 and (why := writer.behind()):
                 say(0, f"no snapshot after step {step}: {why}")
         failpoints.reach("snapshot")
@@ -430,16 +430,16 @@ class SnapshotManager:
                 self._failed(outcome.step, outcome.text)
             elif not outcome.verified:
                 self.made = max(self.made, outcome.step)
-                self._progress.save_took(outcome.seconds)
+                self._progress.metrics.observe("snapshot_seconds", outcome.seconds)
             else:
                 self._durable(outcome.step, -1)
-                self._progress.reading_back_took(outcome.seconds)
+                self._progress.metrics.observe("snapshot_verified_seconds", outcome.seconds)
                 if self._uploads is not None:
                     self._uploads.committed(outcome.step)
 
     def _failed(self, step: int, text: str) -> None:
         """Count it and say it, on rank 0."""
-        self._progress.count("snapshot_failures")
+        self._progress.metrics.add("snapshot_failures")
         newest = f"that of step {self.newest}" if self.newest >= 0 else "none yet"
         gone = self._writer is not None and self._writer.gone
         left = "" if gone else f", the newest that was read back is {newest}"

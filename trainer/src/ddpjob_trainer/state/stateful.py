@@ -91,7 +91,7 @@ class BufferBackup:
         self._places = buffer_slots(module)
         self._step = -1
         self._buffers: dict[BufferSlot, torch.Tensor | None] = {}
-        self._copies: list[torch.Tensor] = []
+        self.copies: list[torch.Tensor] = []  # what they held, in the modules' order
 
     def take(self, step: int) -> None:
         """Remember what they hold now, once per step."""
@@ -101,21 +101,16 @@ class BufferBackup:
         self._step = step
         buffers = list(_strided(self._buffers).values())
         if list(map(id, buffers)) != list(map(id, before.values())):  # == would compare elements
-            self._copies = [torch.empty_like(buffer) for buffer in buffers]
-        if self._copies:
-            torch._foreach_copy_(self._copies, buffers)
-
-    @property
-    def copies(self) -> Sequence[torch.Tensor]:
-        """What they held, in the modules' order."""
-        return self._copies
+            self.copies = [torch.empty_like(buffer) for buffer in buffers]
+        if self.copies:
+            torch._foreach_copy_(self.copies, buffers)
 
     def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield each tensor that is there now with what its place held.
 
         Raises LookupError where one has come, gone or got another shape since.
         """
-        copies = dict(zip(_strided(self._buffers), self._copies, strict=True))
+        copies = dict(zip(_strided(self._buffers), self.copies, strict=True))
         for place, buffer in self._buffers.items():
             now = place.get()
             if now is None and buffer is None:
@@ -131,10 +126,10 @@ class BufferBackup:
             kept = buffer is not None and now is not None and _is_alike(now, buffer)
             if kept or place.is_persistent:
                 place.module._buffers[place.key] = buffer
-        if self._copies:
+        if self.copies:
             # .data: a graph that waits for its backward checks the version of what it has saved.
             buffers = [buffer.data for buffer in _strided(self._buffers).values()]
-            torch._foreach_copy_(buffers, self._copies)
+            torch._foreach_copy_(buffers, self.copies)
 
 
 @contextmanager

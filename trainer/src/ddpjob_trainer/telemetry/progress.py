@@ -62,7 +62,7 @@ class Progress:
     ) -> None:
         self._rank = rank
         self._writer = writer
-        self._metrics = Metrics(rank)
+        self.metrics = Metrics(rank)
         self._total = total_steps
         self._global_batch = global_batch
         self._samples = samples_per_step
@@ -78,12 +78,13 @@ class Progress:
         self._first = True  # no step of this process has ended yet
         self._seconds: dict[Activity, float] = dict.fromkeys(ACTIVITIES, 0.0)
         self._account = StepAccount(reached)
-        self._of_device: Mapping[Activity, float] = {}  # grows in another thread
+        # Of a device, in another thread: a host's time to queue work says nothing.
+        self.of_device: Mapping[Activity, float] = {}
         self._published: dict[Activity, float] = {}  # of these
         self._activity: Activity = "build"
-        self._since = time.monotonic()
-        self._metrics.stage("rendezvous", rendezvous_seconds)
-        writer.mark("build", self._since)
+        self.since = time.monotonic()  # when that began
+        self.metrics.stage("rendezvous", rendezvous_seconds)
+        writer.mark("build", self.since)
         if total_steps:
             self.plan(total_steps)
 
@@ -92,10 +93,10 @@ class Progress:
     def at(self, activity: Activity) -> None:
         """Report this rank's activity from now on; this is a sign of life."""
         now = time.monotonic()
-        self._seconds[self._activity] += now - self._since
-        self._account.passed(self._activity, now - self._since)
+        self._seconds[self._activity] += now - self.since
+        self._account.passed(self._activity, now - self.since)
         self._activity = activity
-        self._since = now
+        self.since = now
         self._writer.mark(activity, now)
 
     def alive(self) -> None:
@@ -111,7 +112,7 @@ class Progress:
             self.at("snapshot")
         elif phase == "done":
             self.at("end")
-            if not self._pending.behind:  # else later steps flush it
+            if not self._pending.ended:  # else later steps flush it
                 self._report_logged()
             self._pending.at_once = True
             self._publish(force=True)
@@ -145,7 +146,7 @@ class Progress:
     def built(self, readings: Readings) -> None:
         """Record that the script has built its objects. ``readings`` returns gauges of metrics."""
         self._readings = readings
-        self._metrics.stage("build", time.monotonic() - self._since)
+        self.metrics.stage("build", time.monotonic() - self.since)
         self.at("load")
 
     def plan(self, total_steps: int) -> None:
@@ -158,10 +159,10 @@ class Progress:
 
     def resumed(self, step: int) -> None:
         """Record that training continues after ``step`` finished steps."""
-        self._metrics.stage("load", time.monotonic() - self._since)
+        self.metrics.stage("load", time.monotonic() - self.since)
         self.at("data")
-        self._rated = (step, self._since)
-        self._last = self._since
+        self._rated = (step, self.since)
+        self._last = self.since
         self._writer.update(step=step)
         self._event("resume", step=step)
         for sink in self._sinks:
@@ -176,7 +177,7 @@ class Progress:
     def proven(self, proof: Proof) -> None:
         """Note whether the steps done again were as before; or why nobody knows."""
         if "equal" in proof:
-            self._metrics.set("resume_proven", float(proof["equal"]))
+            self.metrics.set("resume_proven", float(proof["equal"]))
         if self._rank == 0:
             self._writer.report(PROOF, proof)
 
@@ -205,22 +206,13 @@ class Progress:
         """Report this device's activity, from another thread, while the loop waits."""
         self._writer.mark(activity)
 
-    def measured_by(self, seconds: Mapping[Activity, float]) -> None:
-        """Use a device's seconds, which only grow: a host's time to queue work says nothing."""
-        self._of_device = seconds
-
-    @property
-    def since(self) -> tuple[Activity, float]:
-        """Return this rank's activity, and its start in monotonic seconds."""
-        return self._activity, self._since
-
     def stepped(self, step: int, loss: float) -> None:
         """Record the end of a step. ``loss``: its mean over all ranks."""
         self.alive()
-        now = self._since
+        now = self.since
         seconds = now - self._last
         self._last = now
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.observe("step_seconds", seconds)
         metrics.set("step", step)
         metrics.set("loss", loss)
@@ -238,7 +230,7 @@ class Progress:
         if rate is not None:
             self._writer.update(samples_per_second=rate)
         self._writer.update(phase=phase, step=step, loss=loss)
-        for activity, total in list(self._of_device.items()):
+        for activity, total in list(self.of_device.items()):
             self._account.measured(activity, total)
         self._writer.spent(self._account.stepped(step, seconds, now))
         self.took = self.took if self._first else (step, seconds)
@@ -266,15 +258,11 @@ class Progress:
         if self._pending.at_once:
             self._report_logged()
 
-    def count(self, name: str) -> None:
-        """Add one to a counter of metric_names.WORKER."""
-        self._metrics.add(name)
-
     def saved(self, step: int) -> None:
         """Record a snapshot as durable."""
         self._writer.update(snapshot_step=step)
-        self._metrics.set("snapshot_step", step)
-        self._metrics.set("snapshot_timestamp_seconds", time.time())
+        self.metrics.set("snapshot_step", step)
+        self.metrics.set("snapshot_timestamp_seconds", time.time())
         if self._last:  # else it is the one to resume from
             self._event("snapshot", step=step)
 
@@ -282,20 +270,12 @@ class Progress:
         """Report how many steps apart snapshots are, where rank 0 has chosen that."""
         self._writer.report(SNAPSHOTS, {"every": steps})
 
-    def save_took(self, seconds: float) -> None:
-        """Record rank 0's seconds from a snapshot's begin to its durability."""
-        self._metrics.observe("snapshot_seconds", seconds)
-
-    def reading_back_took(self, seconds: float) -> None:
-        """Record rank 0's seconds from a snapshot's begin until it was read back."""
-        self._metrics.observe("snapshot_verified_seconds", seconds)
-
     def uploaded(self, step: int | None) -> None:
         """Record rank 0's upload of a snapshot; None: it failed."""
         if step is None:
-            self._metrics.add("snapshot_upload_failures")
+            self.metrics.add("snapshot_upload_failures")
         else:
-            self._metrics.set("snapshot_uploaded_step", step)
+            self.metrics.set("snapshot_uploaded_step", step)
 
     def close(self, *, hurry: bool = False) -> None:
         """Publish all that is left. Safe to repeat.
@@ -314,11 +294,11 @@ class Progress:
     # --- Inside --------------------------------------------------------------------------
 
     def _publish(self, *, force: bool = False) -> None:
-        metrics = self._metrics
+        metrics = self.metrics
         if not metrics.due(force=force):
             return
         metrics.set("heartbeat_timestamp_seconds", time.time())
-        for activity, total in list(self._of_device.items()):
+        for activity, total in list(self.of_device.items()):
             self._seconds[activity] = total - self._published.get(activity, 0.0)
             self._published[activity] = total
         for activity, seconds in self._seconds.items():
@@ -372,7 +352,7 @@ class DeviceWatch:
     def start(self) -> None:
         """Look now and then, until stop()."""
         if self._accelerator.queues:
-            self._progress.measured_by(self._seconds)
+            self._progress.of_device = self._seconds
             threading.Thread(target=self._run, name="device watch", daemon=True).start()
 
     def stop(self) -> None:
@@ -394,7 +374,7 @@ class DeviceWatch:
             if self._passed is not None and activity in self._seconds:
                 self._seconds[activity] += self._passed.elapsed_time(mark) / 1000
             self._passed = mark
-        since = self._progress.since[1]
+        since = self._progress.since
         if not self._marks or now - since < _LOOK_SECONDS:
             return
         found = (since, self._marks[0][0])

@@ -61,7 +61,7 @@ class Pending:
     def __init__(self) -> None:
         self.at_once = False  # outside of steps values are published at once
         self._rows: list[tuple[int, Values]] = []
-        self._ended: deque[list[tuple[int, Values]]] = deque()  # of ended steps, not published yet
+        self.ended: deque[list[tuple[int, Values]]] = deque()  # of ended steps, not published yet
         self._names: set[str] = set()
         self._begun = False
 
@@ -76,14 +76,9 @@ class Pending:
         self._names.update(values)
         self._rows.append((step, values))
 
-    @property
-    def behind(self) -> bool:
-        """Return whether an ended step still waits to be published."""
-        return bool(self._ended)
-
     def step_ended(self) -> None:
         """End a step: later values belong to the next one."""
-        self._ended.append(self._rows)
+        self.ended.append(self._rows)
         self._rows = []
 
     def take(self, *, step: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
@@ -93,11 +88,11 @@ class Pending:
         """
         if not self._begun:
             return
-        if step and self._ended:
-            rows = self._ended.popleft()
+        if step and self.ended:
+            rows = self.ended.popleft()
         else:
-            rows = [*chain(*self._ended), *self._rows]
-            self._ended.clear()
+            rows = [*chain(*self.ended), *self._rows]
+            self.ended.clear()
             self._rows = []
         for number, values in rows:
             yield number, {name: float(value) for name, value in values.items()}

@@ -192,9 +192,9 @@ def _snapshot_settings(given: SnapshotSettings, asked: Snapshots) -> SnapshotSet
 
 def _begin_in(settings: SnapshotSettings, total_steps: int) -> None:
     """Raise ConfigError for a second run, as of another fold, that would go on with the first."""
-    if settings.directory is None or not settings.resume:
-        return
     directory = settings.directory
+    if directory is None or not settings.resume:
+        return
     if total_steps <= _BEGUN.get(directory, -1):
         raise ConfigError(
             f"an earlier run of this process has its snapshots in {directory}, too: this one would"

@@ -186,7 +186,7 @@ class Updates:
             reported = self.exchange.not_finite(step) if exchanged else None
             self._nan.refuse(step.index, self._trained.module, step.losses, reported)
             updater.forget()
-        self._process.progress.count("skipped_updates")
+        self._process.progress.metrics.add("skipped_updates")
         if self._backup is not None:
             self._backup.put_back()
 
