@@ -118,10 +118,7 @@ class Touched:
         self._marks: dict[torch.nn.Parameter, _Mark] = {}
 
     def before_backward(self, number: int, *, first: bool = False) -> None:
-        """Check that what the batches before have left is there, when another one begins.
-
-        ``first``: since the last update; so there is nothing yet.
-        """
+        """Check what is left of the batches before. ``first``: of any since the last update."""
         if first and self._left and any(p.grad is not None for p in self._updater.parameters):
             raise ConfigError(
                 "there are gradients before the first step.backward() since the last update: what"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any, TypeVar
 
 import torch
@@ -350,21 +350,11 @@ class PreparedModels:
         }
         earlier = [unit.optimizer for unit in self.updater.units]
         check_parameters(named, list(optimizers.values()), earlier)
-        has_sync_batchnorm = any(
-            isinstance(part, torch.nn.SyncBatchNorm)
-            for module in models.values()
-            for part in module.modules()
-        )
-        for model in (*(model.options for model in self.models), options):
-            refuse_incompatible(
-                Facts(
-                    self._options,
-                    model,
-                    self._world.device.type,
-                    has_sync_batchnorm=has_sync_batchnorm,
-                    several_models=len(known) > 1,
-                )
-            )
+        parts = chain.from_iterable(module.modules() for module in models.values())
+        has_sync = any(isinstance(part, torch.nn.SyncBatchNorm) for part in parts)
+        for one in (*(model.options for model in self.models), options):
+            device = self._world.device.type
+            refuse_incompatible(Facts(self._options, one, device, has_sync, len(known) > 1))
 
     def _check_model(self, name: str, module: torch.nn.Module) -> None:
         if isinstance(module, DistributedDataParallel):
