@@ -81,7 +81,7 @@ def test_a_process_that_fails_meanwhile_has_it_as_its_cause(tmp_path):
 @pytest.mark.parametrize(("phase", "named"), [("startup", True), ("step", False)])
 def test_a_hang_at_the_start_names_it_as_its_cause(phase, named):
     hang = Hang(Sign(RankState(1, phase, activity="rendezvous"), 601.0), 600.0)
-    request: Any = SimpleNamespace(text=str, native=str, brief=list)
+    request: Any = SimpleNamespace(text=str, native=SimpleNamespace(text=str), brief=list)
     told: list[str] = []
     workers: Any = SimpleNamespace(
         stopping=False, mark_hung=lambda rank, why, lines, now: told.append(why)

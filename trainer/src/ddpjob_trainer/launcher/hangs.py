@@ -95,8 +95,7 @@ class Look:
     """One look at some processes. ``pids``: rank -> pid, in the order of interest."""
 
     def __init__(self, pids: Mapping[int, int]) -> None:
-        names = (name for name in _PROGRAMS if shutil.which(name))
-        self._name = next(names, "")
+        self._name = next(filter(shutil.which, _PROGRAMS), "")
         self._pids = pids
         self._texts: list[str] = []
         self._until = time.monotonic() + SECONDS
@@ -111,7 +110,7 @@ class Look:
 
     def text(self) -> str:
         """Return what has come."""
-        return "".join(list(self._texts))
+        return "".join(self._texts)
 
     def _run(self) -> None:
         for rank, pid in self._pids.items():
@@ -174,8 +173,7 @@ class HangWatch:
     """
 
     def __init__(self, deadlines: Deadlines, *, starts: bool = False) -> None:
-        self._deadlines = deadlines
-        self._starts = starts
+        self._deadlines, self._starts = deadlines, starts
         self.interval = min(_LONGEST_POLL_SECONDS, deadlines.shortest / 10)
         self._seen: dict[int, tuple[int, int]] = {}  # rank -> pid and marks of its record
         self._at: dict[int, float] = {}  # when that last changed
@@ -212,45 +210,30 @@ _NONE: Final = "no answer: it has not imported ddpjob_trainer; py-spy in its ima
 
 
 class StackRequest:
-    """Asks workers for the stacks of all their threads; reads them later."""
+    """Asks workers for the stacks of all threads; reads them later. ``native``: those in C."""
 
     def __init__(self, first: int, directory: Path, pids: Mapping[int, int]) -> None:
-        self._first = first  # rank
-        self._directory = directory
+        self._first, self._directory = first, directory
         self._ranks = (first, *sorted(pids.keys() - {first}))
-        self._trains: dict[int, int] = {}  # rank -> pid of those that were asked
-        self._asked = [rank for rank in self._ranks if self._ask(rank, pids)]
-        self._look = Look(
-            {rank: self._trains.get(rank, pids[rank]) for rank in self._ranks if rank in pids}
-        )
-
-    @property
-    def busy(self) -> bool:
-        """Return whether native stacks are still being read."""
-        return self._look.busy
+        self._asked: dict[int, int] = {}  # rank -> pid
+        for rank in self._ranks:
+            self._ask(rank, pids.get(rank))
+        ranks = [rank for rank in self._ranks if rank in pids]
+        self.native = Look({rank: self._asked.get(rank, pids[rank]) for rank in ranks})
 
     @property
     def waits(self) -> bool:
         """Return whether one that was asked has not answered."""
         return not all(map(self._answer, self._asked))
 
-    def native(self) -> str:
-        """Return native stacks by rank, "" where no program for them is installed."""
-        return self._look.text()
-
-    def _ask(self, rank: int, pids: Mapping[int, int]) -> bool:
+    def _ask(self, rank: int, group: int | None) -> None:
         state = read_state(self._directory, rank)
         pid = state.pid if state else stacks.arrived(self._directory, rank)
         # Without our library the signal would just kill it. The worker may be a shell around the
         # process that trains: same process group.
-        if not pid or children.group_of(pid) != pids.get(rank):
-            return False
-        if not children.catches(pid, stacks.REQUEST):
-            return False
-        asked = stacks.request(self._directory, rank, pid)
-        if asked:
-            self._trains[rank] = pid
-        return asked
+        ours = pid and children.group_of(pid) == group and children.catches(pid, stacks.REQUEST)
+        if ours and stacks.request(self._directory, rank, pid):
+            self._asked[rank] = pid
 
     def brief(self) -> list[str]:
         """Return the hanging rank's answer, a line per thread."""
@@ -273,10 +256,10 @@ def look(directory: Path, pids: Mapping[int, int]) -> str:
     """Return the stacks of workers that run now, by rank, once all are whole."""
     request, most = StackRequest(min(pids), directory, pids), len(pids) * STATE_MAX_STACKS_BYTES
     before, seen, until = "", request.text(most), time.monotonic() + _PATIENT_SECONDS
-    while request.busy or ((request.waits or seen != before) and time.monotonic() < until):
+    while request.native.busy or ((request.waits or seen != before) and time.monotonic() < until):
         time.sleep(_LOOK_SECONDS)
         before, seen = seen, request.text(most)
-    return seen + request.native()
+    return seen + request.native.text()
 
 
 class HangResponse:
@@ -292,11 +275,8 @@ class HangResponse:
         self, deadlines: Deadlines, counted: Counter[str], log: Log, names: Names, *, starts: bool
     ) -> None:
         self.stacks = self.found = ""
-        self._starts = starts
-        self.names = names
-        self._deadlines = deadlines
-        self._counted = counted
-        self._log = log
+        self.names, self._counted, self._log = names, counted, log
+        self._deadlines, self._starts = deadlines, starts
         self.begin(time.monotonic())
 
     def begin(self, now: float) -> None:
@@ -319,7 +299,7 @@ class HangResponse:
             if not workers.stopping:  # else the next round may begin at once
                 if now < self._answer_at:
                     return self._answer_at
-                if self._request.busy:
+                if self._request.native.busy:
                     return now + _LOOK_SECONDS
             self._answered(workers, self._request, now)
             self._request = None
@@ -343,8 +323,7 @@ class HangResponse:
 
     def _answered(self, workers: WorkerGroup, request: StackRequest, now: float) -> None:
         self.stacks = request.text()
-        seen = request.native()
-        self.found = self.stacks + seen
+        self.found = self.stacks + request.native.text()
         self._log.put(2, self.found.encode(errors="replace"))
         if not workers.stopping:
             hang = self._hang

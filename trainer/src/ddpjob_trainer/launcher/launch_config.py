@@ -17,25 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import ddpjob_contract as contract
+from ddpjob_contract import ExitCode
 from ddpjob_contract.crd import DEFAULTS
-from ddpjob_trainer.arguments import (
-    MOST_PROCESSES,
-    check_notebook,
-    check_resume,
-    output_of,
-    resume_words,
-    whole,
-)
-from ddpjob_trainer.environment import (
-    EVENTS,
-    MASTER,
-    NUMA_BINDING,
-    REPLAY_DIR,
-    RUN_ID,
-    STATE_DIR,
-    Key,
-    LauncherEnvironment,
-)
+from ddpjob_trainer import arguments, environment
+from ddpjob_trainer.environment import Key, LauncherEnvironment
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import host
@@ -44,8 +29,6 @@ from ddpjob_trainer.launcher.processes import numa
 from ddpjob_trainer.launcher.processes.fork_server import Program
 from ddpjob_trainer.launcher.processes.source import calls_start, uses_our_library
 
-#: In a DDPJob a volume that the operator mounts.
-_MEMORY = "/dev/shm"
 #: A killed process that waits for a disk or device without an answer may end later.
 _EXIT_SECONDS = 10.0
 #: Longer than replaceSeconds, so that the operator's decision on all pods comes first.
@@ -57,7 +40,7 @@ _EXIT_SECONDS_WITH_GPUS = 60.0
 class CannotStartError(Exception):
     """The program is missing (127) or not executable (126)."""
 
-    def __init__(self, code: contract.ExitCode, message: str) -> None:
+    def __init__(self, code: ExitCode, message: str) -> None:
         super().__init__(message)
         self.code = code
 
@@ -163,39 +146,31 @@ class LaunchConfig:
 
 
 def command_line(program: Program) -> tuple[str, ...]:
-    """Turn ``script.py``, ``-m module`` or an executable into an argv.
-
-    Raises CannotStartError, ConfigError.
-    """
+    """Return the argv of a script, module or executable. Raises CannotStartError, ConfigError."""
     name = program.name
     if program.module:
         return (sys.executable, "-u", "-m", name, *program.arguments)
     path = Path(name)
-    check_notebook(path)
+    arguments.check_notebook(path)
     script = name.endswith(".py")
     if script and path.is_file():
         return (sys.executable, "-u", name, *program.arguments)
     found = None if script else shutil.which(name)
     if found:
         return (found, *program.arguments)
+    code = ExitCode.NOT_EXECUTABLE
     if path.is_dir():  # also one with a __main__.py, which `python` would run
-        raise CannotStartError(
-            contract.ExitCode.NOT_EXECUTABLE,
-            f"{name} is a directory: name the script in it, or a module with -m",
-        )
-    if script:
-        raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: no such script")
-    if path.exists():
-        raise CannotStartError(
-            contract.ExitCode.NOT_EXECUTABLE,
-            f"{name} is not executable: chmod +x it, or name it *.py",
-        )
-    raise CannotStartError(contract.ExitCode.NOT_FOUND, f"{name}: not found")
+        why = " is a directory: name the script in it, or a module with -m"
+    elif path.exists() and not script:
+        why = " is not executable: chmod +x it, or name it *.py"
+    else:
+        code, why = ExitCode.NOT_FOUND, ": no such script" if script else ": not found"
+    raise CannotStartError(code, name + why)
 
 
 def _nproc(env: LauncherEnvironment, given: int | None) -> int:
     if given is not None:
-        whole("--nproc", given, least=1, most=MOST_PROCESSES)
+        arguments.whole("--nproc", given, least=1, most=arguments.MOST_PROCESSES)
         if env.replica is not None and env.nproc not in (None, given):
             raise ConfigError(
                 f"--nproc {given} contradicts nprocPerNode {env.nproc} of the DDPJob: leave it out"
@@ -209,21 +184,16 @@ def _rounds(env: LauncherEnvironment, given: int | None, *, standalone: bool) ->
     Between pods rounds need the hub's port from the operator.
     """
     if given is not None:
-        whole("--max-rounds-without-progress", given)
+        arguments.whole("--max-rounds-without-progress", given)
     if env.replicas > 1 and env.hub_port is None:
         return 0
-    if given is not None:
-        return given
-    if env.rounds_without_progress is not None:
-        return env.rounds_without_progress
+    if (asked := env.rounds_without_progress if given is None else given) is not None:
+        return asked
     return int(DEFAULTS["restart.inPlace.maxWithoutProgress"]) if standalone else 0
 
 
 def _spares(given: str, program: Program, nproc: int, rounds: int, *, ours: bool) -> int:
-    """Choose the number of spares: one per worker of a script that uses our library.
-
-    An executable cannot have any.
-    """
+    """Choose the number of spares: of a script only, one per worker if it uses our library."""
     if given != "auto" and not given.isdigit():
         raise ConfigError(f"--spares {given!r} must be a number or auto")
     python = program.module or program.name.endswith(".py")
@@ -257,20 +227,17 @@ def make_launch_config(
     read: Sequence[str] = (),
     numa_binding: str = "",
 ) -> LaunchConfig:
-    """Build the config from environment and command line; the operator's number of processes wins.
-
-    Raises ConfigError, CannotStartError.
-    """
+    """Build the config from environment and command line. Raises ConfigError, CannotStartError."""
     command = command_line(program)
     if numa_binding:
         command = (sys.executable, "-P", "-m", numa.__name__, *command)
     standalone = env.replica is None
     if metrics_port is not None:
-        whole("--metrics-port", metrics_port, most=65535)
+        arguments.whole("--metrics-port", metrics_port, most=65535)
     events = events or env.events
-    words = env.resume_args if resume_args is None else resume_words(resume_args)
+    words = env.resume_args if resume_args is None else arguments.resume_words(resume_args)
     when = env.resume_when if resume_when is None else resume_when
-    check_resume(words, when)
+    arguments.check_resume(words, when)
     run_id = uuid.uuid4().hex
     rounds = _rounds(env, rounds_without_progress, standalone=standalone)
     if (env.replica or 0) >= env.replicas and not (rounds and env.hub_port):
@@ -287,6 +254,7 @@ def make_launch_config(
         env=env,
         program=program,
         command=command,
+        numa_binding=numa_binding,
         nproc=nproc,
         replica=env.replica or 0,
         replicas=env.replicas,
@@ -300,17 +268,16 @@ def make_launch_config(
         standalone=standalone,
         rounds_without_progress=rounds,
         heal_after=unsaid if env.heal_after is None else env.heal_after,
+        hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         spares=warm,
         preload=_preload(preload),
         first_round_from_spares=warm == nproc and ours,
         uses_our_library=ours,
         calls_start=calls_start(program),
-        hub_port=env.hub_port if rounds and not standalone and env.replicas > 1 else None,
         events=events.absolute() if events is not None else None,
         resume_args=words,
         resume_when=when,
-        output=output_of(env.output, read),
-        numa_binding=numa_binding,
+        output=arguments.output_of(env.output, read),
     )
 
 
@@ -327,16 +294,16 @@ def common_environment(
     try:
         tempfile.gettempdir()
     except FileNotFoundError:  # a read-only root file system; torch cannot be imported without one
-        env["TMPDIR"] = _MEMORY
+        env["TMPDIR"] = "/dev/shm"  # in a DDPJob a volume that the operator mounts
     _give_home(env)
     if config.numa_binding:
-        env[NUMA_BINDING] = config.numa_binding
+        env[environment.NUMA_BINDING] = config.numa_binding
     if config.events is not None:
-        env[EVENTS] = str(config.events)
+        env[environment.EVENTS] = str(config.events)
     if config.standalone:
         # Every rank is on this machine; its host name may resolve to an address it lacks.
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        env[RUN_ID] = config.run_id
+        env[environment.RUN_ID] = config.run_id
     return env
 
 
@@ -359,42 +326,41 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the variables that torchrun sets, and those of our library.
 
-    The hub may be newer than the pod, whose own variables have the attempt that it was made in,
-    and its seat.
+    The hub may be newer than the pod, whose own variables name its first attempt and its seat.
     """
     address, port = config.master
-    of_hub = {
-        contract.ATTEMPT: str(key.number),
-        contract.REPLICA: str(config.replica),
-        "PET_NODE_RANK": str(config.replica),
-        "PET_RDZV_ID": f"{config.uid}-{key.number}",
-        "TORCHELASTIC_RUN_ID": f"{config.uid}-{key.number}-{key.round}",
+    rank, size, replica = config.rank(local_rank), config.world_size, config.replica
+    found: dict[str, object] = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "GROUP_RANK": replica,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": config.nproc,
+        "GROUP_WORLD_SIZE": config.replicas,
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": port,
+        environment.MASTER: f"{address} {port}",
+        "TORCHELASTIC_RESTART_COUNT": key.round,
+        contract.ROUND: key.round,
+        "TORCHELASTIC_MAX_RESTARTS": config.rounds_without_progress,
+        "TORCHELASTIC_USE_AGENT_STORE": False,
+        "PROMETHEUS_MULTIPROC_DIR": runtime_dir.metrics,
+        environment.STATE_DIR: runtime_dir.round_path(key),
+        environment.REPLAY_DIR: runtime_dir.replay,
     }
-    return dict(
-        RANK=str(config.rank(local_rank)),
-        WORLD_SIZE=str(config.world_size),
-        LOCAL_RANK=str(local_rank),
-        LOCAL_WORLD_SIZE=str(config.nproc),
-        GROUP_RANK=str(config.replica),
-        GROUP_WORLD_SIZE=str(config.replicas),
-        ROLE_RANK=str(config.rank(local_rank)),
-        ROLE_WORLD_SIZE=str(config.world_size),
-        ROLE_NAME="default",
-        MASTER_ADDR=address,
-        MASTER_PORT=str(port),
-        **{MASTER: f"{address} {port}"},
-        TORCHELASTIC_RESTART_COUNT=str(key.round),
-        TORCHELASTIC_MAX_RESTARTS=str(config.rounds_without_progress),
-        TORCHELASTIC_USE_AGENT_STORE="False",
-        PROMETHEUS_MULTIPROC_DIR=str(runtime_dir.metrics),
-        **{
-            STATE_DIR: str(runtime_dir.round_path(key)),
-            REPLAY_DIR: str(runtime_dir.replay),
-            contract.ROUND: str(key.round),
-        },
-        # Absolute: a script may change its directory before ddp.start().
-        **(
-            {contract.SNAPSHOT_DIR: str(config.env.snapshot_dir)} if config.env.snapshot_dir else {}
-        ),
-        **({"TORCHELASTIC_RUN_ID": config.run_id} if config.standalone else of_hub),
-    )
+    if config.env.snapshot_dir:  # absolute: a script may change its directory before ddp.start()
+        found[contract.SNAPSHOT_DIR] = config.env.snapshot_dir
+    if config.standalone:
+        found["TORCHELASTIC_RUN_ID"] = config.run_id
+    else:
+        found |= {
+            contract.ATTEMPT: key.number,
+            contract.REPLICA: replica,
+            "PET_NODE_RANK": replica,
+            "PET_RDZV_ID": f"{config.uid}-{key.number}",
+            "TORCHELASTIC_RUN_ID": f"{config.uid}-{key.number}-{key.round}",
+        }
+    return {name: str(value) for name, value in found.items()}

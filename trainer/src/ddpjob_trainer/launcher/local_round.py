@@ -204,9 +204,7 @@ class Phase:
 class Running(Phase):
     """Its workers run."""
 
-    def __init__(self, round_: LocalRound, now: float) -> None:
-        super().__init__(round_, now)
-        self.reported = 0  # exits that the hub knows of
+    reported = 0  # exits that the hub knows of
 
     def report(self, now: float) -> Phase:
         """Say that workers failed, or that all have succeeded."""

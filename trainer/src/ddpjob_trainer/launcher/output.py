@@ -121,10 +121,7 @@ class Log:
         self._sinks[fd].wait_for_room()
 
     def flush(self, *, hurry: bool = False) -> None:
-        """Wait until all is written, but a bounded time for a reader that stalls.
-
-        ``hurry``: the launcher was asked to end.
-        """
+        """Wait until all is written, not long for a reader that stalls, less in a ``hurry``."""
         deadline = time.monotonic() + (_HURRY_SECONDS if hurry else _FLUSH_SECONDS)
         for sink in self._sinks.values():
             sink.flush(deadline)
@@ -199,10 +196,8 @@ class OutputPump:
         ``wrote``: when a worker last wrote anything.
         """
         self.wrote = 0.0
-        self._log = log
-        self._url = secret_url
-        self._prefixed = prefixed
-        self._whose = whose
+        self._log, self._url = log, secret_url
+        self._prefixed, self._whose = prefixed, whose
         self._selector = selectors.DefaultSelector()
         self._streams: dict[int, list[_Stream]] = {}  # of each worker
         self._fresh: deque[str] = deque(maxlen=_FRESH_LINES)  # of rank 0
@@ -212,10 +207,7 @@ class OutputPump:
         threading.Thread(target=self._run, name="output", daemon=True).start()
 
     def pipes(self, rank: int) -> tuple[int, int]:
-        """Return writing ends for a new worker's stdout and stderr; clear its tail.
-
-        Raises OSError.
-        """
+        """Return a new worker's ends for stdout and stderr; clear its tail. Raises OSError."""
         prefix = f"[{self._whose}{rank}] ".encode() if self._prefixed else b""
         tail: deque[str] = deque(maxlen=KEPT_LINES)
         ends: list[int] = []
@@ -257,15 +249,16 @@ class OutputPump:
     def exception(self, rank: int, *, crashed: bool = False) -> str:
         """Return a worker's last exception, or, if it ``crashed``, its fatal error; "" if none."""
         with self._lock:
-            found = [stream.tracebacks for stream in self._streams.get(rank, [])[::-1]]
-            words = (one.fatal if crashed else one.exception for one in found)
+            words = (one.fatal if crashed else one.exception for one in self._tracebacks(rank))
             return without_credentials(next(filter(None, words), ""), self._url)
 
     def raised_in(self, rank: int) -> str:
         """Return the file in which a worker's last exception was raised, "" if none is known."""
         with self._lock:
-            found = [stream.tracebacks for stream in self._streams.get(rank, [])[::-1]]
-            return next((one.raised_in for one in found if one.exception), "")
+            return next((one.raised_in for one in self._tracebacks(rank) if one.exception), "")
+
+    def _tracebacks(self, rank: int) -> list[Tracebacks]:
+        return [stream.tracebacks for stream in self._streams.get(rank, [])[::-1]]
 
     def add(self, rank: int, lines: Sequence[str]) -> None:
         """Append lines about a worker to its tail."""

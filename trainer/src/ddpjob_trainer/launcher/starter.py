@@ -39,8 +39,7 @@ class Starter:
         selector: selectors.BaseSelector,
         tell: Callable[[str], None],
     ) -> None:
-        self._config = config
-        self._runtime_dir = runtime_dir
+        self._config, self._runtime_dir, self._tell = config, runtime_dir, tell
         self._environment = common_environment(config)
         self._store: socket.socket | None = None
         # Where all ranks are ours, nobody else has to know it.
@@ -49,16 +48,9 @@ class Starter:
         self._key = -1  # the descriptor of this round's key
         self._rounds = 0  # begun here
         self._more: tuple[str, ...] = ()  # arguments
-        self._tell = tell
         self._begun = 0.0
-        self.spares = Spares(
-            config.program,
-            config.spares,
-            {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)},
-            config.preload,
-            selector,
-            tell,
-        )
+        env = {**self._environment, "PROMETHEUS_MULTIPROC_DIR": str(runtime_dir.metrics)}
+        self.spares = Spares(config.program, config.spares, env, config.preload, selector, tell)
 
     def prepare(self, workers: WorkerGroup) -> None:
         """Have spares ready for a round that the hub will begin. ``workers``: none yet."""
@@ -91,10 +83,8 @@ class Starter:
         """
         self._workers = workers
         self._rounds += 1
-        self._of_round = {
-            ROUND_DRILL: f"{drill} {os.getpid()} {now}",
-            contract.REACHED_STEP: str(reached),
-        }
+        drill = f"{drill} {os.getpid()} {now}"
+        self._of_round = {ROUND_DRILL: drill, contract.REACHED_STEP: str(reached)}
         self._begun = now
         try:
             workers.state_dir = self._runtime_dir.begin(workers.key)
@@ -145,13 +135,8 @@ class Starter:
     def _spawn(self, call: Call) -> int:
         fds = {name: str(fd) for name, fd in call.fds.items()}
         env = {**self._environment, **call.env, **fds}
-        return children.spawn(
-            (*self._config.command, *call.arguments),
-            env,
-            call.out,
-            call.err,
-            tuple(call.fds.values()),
-        )
+        command = (*self._config.command, *call.arguments)
+        return children.spawn(command, env, call.out, call.err, tuple(call.fds.values()))
 
     # --- Spares --------------------------------------------------------------------------
 
@@ -171,10 +156,7 @@ class Starter:
         self.spares.recall(self._workers.awaited)
 
     def refill(self, now: float, *, parked: bool = False) -> float | None:
-        """Order spares once training is under way; return when to call next.
-
-        ``parked``: there is none that they could slow down.
-        """
+        """Order spares once training is under way, or ``parked``; return when to call next."""
         due = self.spares.tick(now)
         self.hand_over(now)
         if self.spares.full or (self._workers.stopping and not parked):

@@ -314,14 +314,13 @@ class Supervisor:
         port, metrics = self._config.metrics_port, self._runtime_dir.metrics
         self._counted.value = lambda: self._shown(self._summary.read(self._workers)).values or {}
         healthy = lambda: time.monotonic() - self._tick < _HEALTHY_SECONDS  # noqa: E731
+        if port is None:
+            return None
         try:
-            if port is not None:
-                return endpoints.serve(
-                    port, metrics, self._counted, self._state, healthy, self._look
-                )
+            return endpoints.serve(port, metrics, self._counted, self._state, healthy, self._look)
         except OSError as error:
             self._log.say(f"no /state and /metrics: port {port}: {error.strerror}")
-        return None
+            return None
 
     def _look(self, path: str, query: str, local: bool) -> tuple[int, str]:
         uid = "" if self._config.standalone else self._config.uid

@@ -159,8 +159,7 @@ class Checkpoints:
     """
 
     def __init__(self, pattern: str, *, emptied: bool = False) -> None:
-        self._pattern = pattern
-        self._emptied = emptied
+        self._pattern, self._emptied = pattern, emptied
         self._found: list[list[_Match]] | None = None  # of the look that is under way
         self._newest: _Match = _NONE  # at the last look
         self._given = ""  # by it

@@ -50,16 +50,13 @@ class WorkerGroup:
         say: Callable[[str], None],
         unresolved: Callable[[], str] = str,
     ) -> None:
-        self.key = key
-        self.state_dir = state_dir
+        self.key, self.state_dir = key, state_dir
         self.exits: list[Exit] = []
         self.unkillable: dict[int, str] = {}  # pid -> the fate of a worker counted as gone
-        self._config = config
-        self._pump = pump
-        self._say = say
+        self._config, self._pump = config, pump
+        self._say, self._unresolved = say, unresolved
         self._pids: dict[int, int] = {}  # pid -> local rank, of running workers
         self.awaited: set[int] = set()  # local ranks of spares that were called and have not come
-        self._unresolved = unresolved
         self._hung: dict[int, str] = {}  # local rank -> the exception of its exit
         self._killed: dict[int, float] = {}  # pid -> when first
         self.stopping = False  # the launcher has asked its workers to end
@@ -155,8 +152,9 @@ class WorkerGroup:
             exception = self._pump.exception(rank)
         by_itself = status not in (-signal.SIGKILL, -signal.SIGTERM, ExitCode.SIGTERM)
         if finished and status and by_itself and not ours and local_rank not in self._hung:
+            how = signal_name(-status) if status < 0 else f"exit code {status}"
             self._say(
-                f"rank {rank} ended with {_how(status)}{because(exception)} after run.finish():"
+                f"rank {rank} ended with {how}{because(exception)} after run.finish():"
                 " the run had succeeded by then, so this fails nothing"
             )
             status, exception = 0, ""
@@ -177,7 +175,11 @@ class WorkerGroup:
             exception = f"{lost}; {exception}" if exception else lost
         exception = shorten(exception)
         done = state is not None and state.phase == "done"
-        repeats = status == 1 and not ours and step < 0 and self._would_repeat(rank, exception)
+        # Where it resumes by arguments its checkpoint may be half written, and an older one sound.
+        judged = status == 1 and not ours and step < 0 and not self._config.resume_args
+        repeats = judged and source.would_repeat(
+            self._config.program, exception, self._pump.raised_in(rank)
+        )
         self.exits.append(
             Exit(
                 rank, local_rank, status, now, ours, exception, step, done, bool(oom), foreign,
@@ -185,17 +187,10 @@ class WorkerGroup:
             )
         )  # fmt: skip
 
-    def _would_repeat(self, rank: int, exception: str) -> bool:
-        if self._config.resume_args:
-            return False  # its checkpoint may be half written, and an older one sound
-        raised_in = self._pump.raised_in(rank)
-        return source.would_repeat(self._config.program, exception, raised_in)
-
     def _oom(self, status: int, exception: str) -> str:
         """Explain an exit caused by the kernel's OOM kill, "" for any other.
 
-        The kernel kills the largest process: a worker, or its child, whose end then fails the
-        worker.
+        It kills the largest process: a worker, or its child, whose end then fails the worker.
         """
         by_kill = status in (-signal.SIGKILL, ExitCode.SIGKILL)
         if not by_kill and not (status > 0 and _CHILD_KILLED.search(exception)):
@@ -351,7 +346,3 @@ class WorkerGroup:
             children.send(pid, signal.SIGKILL)
         self._swept.update(killed)
         return not left
-
-
-def _how(status: int) -> str:
-    return signal_name(-status) if status < 0 else f"exit code {status}"
