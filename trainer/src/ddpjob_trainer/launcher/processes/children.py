@@ -38,10 +38,7 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """Return a hook for the forked child: SIGKILL when the process ``parent`` dies.
-
-    Precisely: when the thread that forked ends.
-    """
+    """Return a hook for a forked child: SIGKILL when the thread of ``parent`` ends that forked."""
 
     def prepare() -> None:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -63,6 +60,7 @@ def spawn(
 
     Must be called from the main thread: the death signal follows the thread that forked.
     """
+    # The hook is safe beside our threads: between fork and exec it only calls into a loaded libc.
     process = subprocess.Popen(
         command,
         env=dict(env),
@@ -72,7 +70,6 @@ def spawn(
         pass_fds=pass_fds,
         cwd=cwd,
         process_group=0,
-        # Safe beside our threads: between fork and exec it only calls into a loaded libc.
         preexec_fn=die_with(os.getpid()),  # noqa: PLW1509
     )
     # reap() waits for all children; a set returncode keeps Popen from waiting too.

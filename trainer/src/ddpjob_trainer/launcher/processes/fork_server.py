@@ -104,10 +104,7 @@ def _serve(control: socket.socket, launcher: int, threads: int) -> tuple[socket.
     Returns in the spare: the socket of its call, and whether the call is on its way.
     """
     learned = False
-    while True:
-        request = receive(control)
-        if request is None:
-            os._exit(0)
+    while (request := receive(control)) is not None:
         body, fds = request
         if body["compiler"] and not learned:
             learned = True
@@ -126,6 +123,7 @@ def _serve(control: socket.socket, launcher: int, threads: int) -> tuple[socket.
         for fd in fds:
             os.close(fd)
         os.waitpid(pid, 0)
+    os._exit(0)
 
 
 def _settle(launcher: int, parent: int) -> None:
@@ -255,17 +253,13 @@ def _become(program: Program) -> None:
     main.__dict__.update(__builtins__=__builtins__, __annotations__={})
     if not program.module:
         path = str(Path(program.name).absolute())
-        main.__dict__.update(
-            __file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None
-        )
+        loader = SourceFileLoader("__main__", path)
+        main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
     sys.modules["__main__"] = main
 
 
 def imports_by(program: Program) -> Iterator[Import]:
-    """Yield a program's top-level imports; run each before the next.
-
-    Raises the errors of reading it.
-    """
+    """Yield a program's top-level imports; run each before the next. Raises errors of reading."""
     if not program.module:
         yield from imports_of(Path(program.name).read_bytes(), "")
         return
@@ -292,12 +286,10 @@ def imports_of(source: bytes, package: str) -> Iterator[Import]:
             with contextlib.suppress(ImportError):
                 module = importlib.util.resolve_name(base, package or None)
                 yield module, tuple(alias.name for alias in statement.names)
-        elif not isinstance(statement, _HARMLESS) and not _is_docstring(statement):
+        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # a docstring
+        elif not isinstance(statement, _HARMLESS):
             return
-
-
-def _is_docstring(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _run(program: Program) -> None:

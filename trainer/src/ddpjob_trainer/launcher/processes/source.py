@@ -59,20 +59,16 @@ def uses_our_library(program: Program) -> bool:
 
 def calls_start(program: Program) -> bool:
     """Return whether the source calls our start(): others import the library to read snapshots."""
-    names = {_PACKAGE}
-    nodes = [] if (tree := _tree(program)) is None else list(ast.walk(tree))
+    names, tree = {_PACKAGE}, _tree(program)
+    nodes = [*ast.walk(tree)] if tree is not None else []
     for node in nodes:
         if isinstance(node, ast.Import):
             names |= {one.asname or _PACKAGE for one in node.names if one.name == _PACKAGE}
         elif isinstance(node, ast.ImportFrom) and node.module == _PACKAGE:
             names |= {f"{_PACKAGE}.start" for one in node.names if one.name == "start"}
-    return f"{_PACKAGE}.start" in names or any(
-        isinstance(node, ast.Attribute)
-        and node.attr == "start"
-        and isinstance(node.value, ast.Name)
-        and node.value.id in names
-        for node in nodes
-    )
+    read = [node for node in nodes if isinstance(node, ast.Attribute) and node.attr == "start"]
+    of = {node.value.id for node in read if isinstance(node.value, ast.Name)}
+    return f"{_PACKAGE}.start" in names or not of.isdisjoint(names)
 
 
 def _tree(program: Program) -> ast.Module | None:
@@ -116,8 +112,7 @@ def would_repeat(program: Program, exception: str, raised_in: str) -> bool:
 
 
 def _is_installed(file: str) -> bool:
-    places = (Path(sysconfig.get_path(name)) for name in _INSTALLED)
-    return any(Path(file).is_relative_to(place) for place in places)
+    return any(Path(file).is_relative_to(sysconfig.get_path(name)) for name in _INSTALLED)
 
 
 def _is_below(path: Path, folder: Path) -> bool:

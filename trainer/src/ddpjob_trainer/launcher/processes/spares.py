@@ -71,12 +71,9 @@ class Spares:
         selector: selectors.BaseSelector,
         tell: Callable[[str], None],
     ) -> None:
-        self._program = program
+        self._program, self._preload, self._env = program, preload, env
+        self._selector, self._tell = selector, tell
         self._count = count
-        self._env = env
-        self._preload = preload
-        self._selector = selector
-        self._tell = tell
         self._server: socket.socket | None = None
         self._server_pid = 0
         self._compiler = False  # torch's, in the spares to come
@@ -120,18 +117,17 @@ class Spares:
         A fork server that still imports handles the call afterwards. Raises LookupError when there
         is no spare and none can be forked.
         """
-        one = self._spares.get(local_rank)
-        if one is None:
-            if self._server is None or not self._fork(local_rank, call.env, called=True):
-                raise LookupError(local_rank)
-            one = self._spares[local_rank]
-        if one.pid and self._send(one, call):
-            one.called_at = now
-            return one.pid
-        if one.pid:
+        if local_rank not in self._spares and (
+            self._server is None or not self._fork(local_rank, call.env, called=True)
+        ):
+            raise LookupError(local_rank)
+        one = self._spares[local_rank]
+        if one.pid and not self._send(one, call):
             self._drop(local_rank)
             raise LookupError(local_rank)
         one.called_at = now
+        if one.pid:
+            return one.pid
         one.call = replace(call, out=os.dup(call.out), err=os.dup(call.err))
         return None
 
@@ -308,12 +304,9 @@ class Spares:
             self._arrivals.append((local_rank, call))
 
     def _send(self, one: _Spare, call: Call) -> bool:
+        body = {"env": dict(call.env), "fds": [*call.fds], "arguments": [*call.arguments]}
         try:
-            fork_server.send(
-                one.line,
-                {"env": dict(call.env), "fds": list(call.fds), "arguments": [*call.arguments]},
-                [call.out, call.err, *call.fds.values()],
-            )
+            fork_server.send(one.line, body, [call.out, call.err, *call.fds.values()])
         except OSError:
             return False
         return True

@@ -253,18 +253,16 @@ def serve(
             path, _, query = self.path.partition("?")
             if path == "/state":
                 shown = answer(kept(), query, local=_is_local(self.client_address[0]))
-                if shown is not None and shown.get("uid"):  # it is asked for by who may know all
-                    shown = state()
                 if shown is None:
                     self._reply(409, b"this is another job\n", "text/plain")
-                else:
-                    self._reply(200, json.dumps(shown).encode(), "application/json")
+                else:  # with a uid it is asked for by who may know all, and may know it now
+                    body = json.dumps(state() if shown.get("uid") else shown)
+                    self._reply(200, body.encode(), "application/json")
             elif path == "/healthz":
-                well = healthy()
-                self._reply(200 if well else 503, b"ok\n" if well else b"stuck\n", "text/plain")
+                code, said = (200, b"ok\n") if healthy() else (503, b"stuck\n")
+                self._reply(code, said, "text/plain")
             elif path == "/metrics":
-                content = "text/plain; version=0.0.4; charset=utf-8"
-                self._reply(200, metrics(), content)
+                self._reply(200, metrics(), "text/plain; version=0.0.4; charset=utf-8")
             else:
                 code, text = look(path, query, _is_local(self.client_address[0]))
                 self._reply(code, text.encode(errors="replace"), "text/plain")

@@ -6,6 +6,7 @@ beside the snapshots. Nothing here waits for a disk but end(), for a moment.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -59,30 +60,20 @@ class Keeper:
     def __init__(self, config: LaunchConfig, say: Callable[[str], None], reading: Reading) -> None:
         root = config.env.snapshot_dir
         self._writer = Writer(root, say) if root else None
-        self._say = say
-        self._config = config
-        self._tail: Tail = lambda rank, most: []
-        self._workers: WorkerGroup | None = None
-        self._tails: list[list[str]] = []
-        self._reading = reading
-        self._curves = Curves()
-        self._stale: Mapping[str, float] = {}  # printed in the round before
-        self._drawn: dict[str, list[list[float]]] = {}  # as written
-        self._stacks = ""
-        self._began = 0.0
-        self._due = self._look_due = self._curves_due = 0.0
-        self._pruned = False  # in this round
+        self._config, self._reading, self._say = config, reading, say
+        self._workers: WorkerGroup | None = None  # before the first round
         self._last: Evidence | None = None  # of a round that is over
 
     def begin(self, config: LaunchConfig, workers: WorkerGroup, tail: Tail, now: float) -> None:
         """Turn to a round that begins."""
         self._config, self._workers, self._tail = config, workers, tail
-        self._tails, self._stacks = [], ""
-        self._curves, self._drawn = Curves(), {}
-        self._stale = self._reading.reader.numbers.metrics
+        self._tails: list[list[str]] = []
+        self._curves, self._stacks = Curves(), ""
+        self._drawn: dict[str, list[list[float]]] = {}  # as written
+        self._stale = self._reading.reader.numbers.metrics  # of the round before
         self._began = time.time()
         self._due, self._look_due, self._curves_due = now + _FIRST_SECONDS, now, now
-        self._pruned = False
+        self._pruned = False  # in this round
         self._last = None
 
     def tick(self, stacks: str, now: float) -> None:
@@ -103,10 +94,7 @@ class Keeper:
             self._put(self._body(workers, tails, over=False))
 
     def stopped(self, hub: Hub | None, why: str) -> None:
-        """Write how the round ended here, as far as this launcher knows.
-
-        ``why``: how the hub was lost, which ended the round.
-        """
+        """Write how the round ended here. ``why``: how the hub was lost, which ended it."""
         workers = self._workers
         if self._writer is None or workers is None or any(one.drill for one in workers.exits):
             return
@@ -237,14 +225,10 @@ class Keeper:
         signal: int,
     ) -> RankEnd:
         state = workers.state(local_rank)
-        trained = state is not None and state.phase != "startup"
         end = _end(exit_, signal, workers.kill_at)
-        found: RankEnd = {
-            "rank": self._config.rank(local_rank),
-            "end": end,
-            "log": folder.newest_lines(log, folder.MOST_LOG if end == "failed" else share),
-        }
-        if state and trained:
+        kept = folder.newest_lines(log, folder.MOST_LOG if end == "failed" else share)
+        found: RankEnd = {"rank": self._config.rank(local_rank), "end": end, "log": kept}
+        if state and state.phase != "startup":
             found["step"] = state.step
         if state and state.snapshot_step >= 0:
             found["snapshotStep"] = state.snapshot_step
@@ -259,16 +243,15 @@ class Keeper:
     def _flights(self) -> tuple[Flight, ...]:
         """Find what NCCL's flight recorder has written for these ranks in this round."""
         named = next((os.environ[name] for name in _FLIGHT_ENV if os.environ.get(name)), "")
-        prefixes = (named,) if named else _FLIGHT_DEFAULTS
         most = folder.flight_share(self._config.world_size)
-        found = []
+        found: dict[int, Flight] = {}
         for rank in self._ranks:
-            for prefix in prefixes:
-                path = Path(f"{prefix}{rank}").expanduser()
-                if _written_since(path, self._began):
-                    found.append(Flight(rank, path, most))
-                    break
-        return tuple(found)
+            for prefix in (named,) if named else _FLIGHT_DEFAULTS:
+                with contextlib.suppress(OSError, RuntimeError):  # no file, or no home
+                    path = Path(f"{prefix}{rank}").expanduser()
+                    if path.stat().st_mtime >= self._began:
+                        found.setdefault(rank, Flight(rank, path, most))
+        return tuple(found.values())
 
 
 def _why(process: subprocess.Popen[bytes], seconds: float) -> str:
@@ -303,13 +286,6 @@ def _lost(hub: Hub | None, round_: int) -> Mapping[str, str] | None:
 
 def _known(**found: object) -> Evidence:
     return cast("Evidence", known(found))
-
-
-def _written_since(path: Path, moment: float) -> bool:
-    try:
-        return path.stat().st_mtime >= moment
-    except (OSError, RuntimeError):
-        return False
 
 
 def _time(seconds: float) -> str:

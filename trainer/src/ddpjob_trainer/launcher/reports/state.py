@@ -23,15 +23,8 @@ from urllib.parse import parse_qs
 from ddpjob_contract import Proof, Resumed, Round, Spent, State, Straggler
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
 from ddpjob_trainer.launcher.worker_group import WorkerGroup
-from ddpjob_trainer.liveness.heartbeat import (
-    PROOF,
-    RESUMED,
-    SNAPSHOTS,
-    STRAGGLER,
-    VALUES,
-    RankState,
-    read_report,
-)
+from ddpjob_trainer.liveness import heartbeat
+from ddpjob_trainer.liveness.heartbeat import RankState, read_report
 
 # --- Seconds: the launcher's share of the ledger --------------------------------------------------
 # The supervisor says which stretch begins; rank 0's record says how its steps were spent. /state
@@ -137,12 +130,9 @@ class ProgressPath:
 
     def __init__(self, path: Path | None, every: float = _EVERY_SECONDS) -> None:
         self.newest = NEVER
-        self._path = path
-        self._every = every
-        self._wanted = threading.Event()
-        self._read = threading.Condition()
-        self._begun = 0
-        self._done = 0
+        self._path, self._every = path, every
+        self._wanted, self._read = threading.Event(), threading.Condition()
+        self._begun = self._done = 0  # looks
         if path is not None:
             threading.Thread(target=self._run, name="progress", daemon=True).start()
 
@@ -270,18 +260,20 @@ class Results:
     def after(self, workers: WorkerGroup) -> Results:
         """Add the records of a round's workers."""
         state = workers.state(0)
-        known = state is not None and state.phase != "startup"
-        every = numbers(read_report(workers.state_dir, SNAPSHOTS)).get("every")
+        every = numbers(read_report(workers.state_dir, heartbeat.SNAPSHOTS)).get("every")
+        step, total = self.step, self.total_steps
+        if state is not None and state.phase != "startup":
+            step, total = state.step, state.total_steps
         return replace(
             self,
-            step=state.step if state and known else self.step,
-            total_steps=state.total_steps if state and known else self.total_steps,
+            step=step,
+            total_steps=total,
             snapshot_step=max(self.snapshot_step, workers.snapshot_step()),
             snapshot_every=every or self.snapshot_every,
-            resumed=read_report(workers.state_dir, RESUMED) or self.resumed,
-            straggler=read_report(workers.state_dir, STRAGGLER),
-            proof=_newest(read_report(workers.state_dir, PROOF), self.proof),
-            values=numbers(read_report(workers.state_dir, VALUES)) or self.values,
+            resumed=read_report(workers.state_dir, heartbeat.RESUMED) or self.resumed,
+            straggler=read_report(workers.state_dir, heartbeat.STRAGGLER),
+            proof=_newest(read_report(workers.state_dir, heartbeat.PROOF), self.proof),
+            values=numbers(read_report(workers.state_dir, heartbeat.VALUES)) or self.values,
         )
 
     def facts(self, state: RankState | None) -> dict[str, Any]:

@@ -74,11 +74,12 @@ def finish(
     if failure and early:
         failure = replace(failure, exception=root_cause.failure_text(early, failure))
     local_rank = failure.local_rank if failure else 0
+    log = [*pump.tail(config.rank(local_rank)), *left] if failure else []
     idle = ended.stood_by or workers.key.round < 0
     content = make_report(
         failure,
         workers.state(local_rank),
-        [*pump.tail(config.rank(local_rank)), *left] if failure else [],
+        log,
         round_=workers.round,
         terminated=ended.signal != 0,
         results=results,
@@ -90,8 +91,7 @@ def finish(
         if not ended.between_rounds:
             say("all ended with exit code 0, but at a signal, so this is no success")
         content["kind"] = "sigterm" if ended.signal == signal.SIGTERM else "signal"
-        content["code"] = 128 + ended.signal
-        content["signal"] = ended.signal
+        content |= {"code": 128 + ended.signal, "signal": ended.signal}
     if failure is not None and not elsewhere and ended.end is not None and ended.end.code:
         content["code"] = ended.end.code
     _save(config, content, say)
@@ -228,9 +228,8 @@ def make_report(
 
 
 def _brief(record: Round) -> Round:
-    record = record.copy()
-    if "exception" in record:
-        record["exception"] = _cut_middle(record["exception"], _MAX_LINE)
+    if said := record.get("exception"):
+        return {**record, "exception": _cut_middle(said, _MAX_LINE)}
     return record
 
 
