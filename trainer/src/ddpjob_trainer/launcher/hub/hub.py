@@ -53,8 +53,7 @@ class Hub:
         self.outcome = Outcome(own.replicas, own.nproc)  # of the round that runs, or ended last
         #: How each replica was lost, by the newest round that lost some; for evidence.py.
         self.lost_in: dict[int, dict[int, str]] = {}
-        self.limits = limits
-        self.post, self.drop = post, drop
+        self.limits, self.post, self.drop = limits, post, drop
         self.modified, self.newest = modified, newest
         self.phase: _Phase = _GangRuns(self) if own.running else _GangWaits(self)
         self.final: messages.End | messages.Finished | None = None  # the last word
@@ -256,8 +255,7 @@ class _Phase:
     """
 
     def __init__(self, hub: Hub, due: float | None = None) -> None:
-        self.due = due
-        self._hub = hub
+        self._hub, self.due = hub, due
 
     def tick(self, now: float) -> _Phase:
         return self
@@ -292,13 +290,10 @@ class _Phase:
         if hub.dismiss(now):
             return _Phase(hub)
         if hub.history.round >= 0:
+            at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+            loss, modified = outcome.loss(seats.idle_pods()), hub.modified()
             decision = rounds.decide(
-                hub.history,
-                outcome,
-                hub.limits,
-                at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-                modified=hub.modified(),
-                loss=outcome.loss(seats.idle_pods()),
+                hub.history, outcome, hub.limits, at=at, modified=modified, loss=loss
             )
             if decision.next is None:
                 return hub.end_by(decision.cause, decision.why, code=decision.code)
@@ -396,13 +391,12 @@ class _GangStops(_Phase):
         self,
         hub: Hub,
         now: float,
-        survivors: Collection[int] = (),
+        survivors: Collection[int],
         end: Callable[[], _Phase] | None = None,
     ) -> None:
         self.barrier_at = now + BARRIER_SECONDS
         super().__init__(hub, self.barrier_at)
-        self._since = now
-        self._ended = end
+        self._since, self._ended = now, end
         self._survivors = [*survivors]  # not yet asked
         self._writer = -1
         first = hub.outcome.exits.get(0)

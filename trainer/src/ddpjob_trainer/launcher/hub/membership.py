@@ -23,16 +23,7 @@ from ddpjob_trainer import trace
 from ddpjob_trainer.launcher import host
 from ddpjob_trainer.launcher.hub import messages
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import (
-    BEAT_SECONDS,
-    Call,
-    Hello,
-    LastLine,
-    Message,
-    Refused,
-    Wire,
-    is_of_the_job,
-)
+from ddpjob_trainer.launcher.hub.messages import Hello, LastLine, Message, Refused, Wire
 from ddpjob_trainer.launcher.hub.rounds import Limits
 from ddpjob_trainer.launcher.hub.server import Calls, HubServer, Listener
 from ddpjob_trainer.launcher.launch_config import LaunchConfig
@@ -51,8 +42,8 @@ class Link:
     admitted or called this launcher, and may admit it again. ``lines``: the last of the gang.
     """
 
-    def __init__(self, hub: Hub | None = None) -> None:
-        self.hub = hub
+    def __init__(self) -> None:
+        self.hub: Hub | None = None
         self.inbox: deque[Message] = deque()
         self.lost = self.unmet = ""
         self.met = False
@@ -97,14 +88,11 @@ class HubClient(Link):
     ) -> None:
         super().__init__()
         self.lines = LastLine(leads=False)
-        self._tell = tell
+        self._selector, self._tell = selector, tell
         self._refusal = ""  # the last reason for not being admitted yet
         self._passed_over = False  # a message, and said so
-        self._address = address
-        self._where = f"{address[0]} port {address[1]}"
-        self._hello = hello
-        self._least = least
-        self._selector = selector
+        self._address, self._where = address, f"{address[0]} port {address[1]}"
+        self._hello, self._least = hello, least
         self._followed = (0, "")  # number and pod of the last hub that has admitted it
         self._wire: Wire | None = None  # to that hub
         self._asked: set[Wire] = set()  # Hello was sent, and not answered yet
@@ -135,7 +123,7 @@ class HubClient(Link):
         if self._wire is None:
             return None
         if now >= self._count_at:
-            self._count_at = now + BEAT_SECONDS
+            self._count_at = now + messages.BEAT_SECONDS
             self._wire.count_silence(now)
         return self._count_at
 
@@ -200,13 +188,12 @@ class HubClient(Link):
     def _take(self, now: float) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 64)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                search, connection = self._connected.get_nowait()
-                if search == self._search:
-                    self._ask(Wire(connection, self._selector))
-                else:
-                    connection.close()
+        while not self._connected.empty():
+            search, connection = self._connected.get_nowait()
+            if search == self._search:
+                self._ask(Wire(connection, self._selector))
+            else:
+                connection.close()
 
     # --- What hubs say --------------------------------------------------------------------
 
@@ -217,7 +204,7 @@ class HubClient(Link):
         hub = (message.number, message.pod)
         if message.uid != self._hello.uid:
             return Refused("this launcher belongs to another job", final=True)
-        if not is_of_the_job(message, self._hello.token):
+        if not messages.is_of_the_job(message, self._hello.token):
             return Refused("this hub does not know the secret of the launcher's job", final=False)
         if self._wire is not None and hub == self._followed:
             return Refused("this launcher is linked", final=False)
@@ -371,9 +358,9 @@ def join(
         running=not config.replacement,
         standby=config.env.standby,
         held=-1 if config.replacement else config.replica,
-        token=config.env.token,
         rescues=config.env.rescue,
         hears=True,
+        token=config.env.token,
     )
     if config.hub_port is not None and config.replica > 0:
         return _follow(config, hello, selector, tell)
@@ -392,9 +379,8 @@ def join(
     unreachable = config.hub_port is not None and listening is None
     budget = 0 if unreachable else config.rounds_without_progress
     limits = Limits(budget, config.heal_after, config.env.final_exit_codes, config.hold_seconds)
-    lead = _lead(config, hello, limits, listening, selector, modified, newest, tell)
-    assert lead.hub is not None
-    lead.hub.admit(hello, now)
+    hub, lead = _lead(config, hello, limits, listening, selector, modified, newest, tell)
+    hub.admit(hello, now)
     return lead
 
 
@@ -425,7 +411,7 @@ def _lead(
     modified: Callable[[], int],
     newest: Callable[..., str | None],
     tell: Callable[[str], None],
-) -> Membership:
+) -> tuple[Hub, Membership]:
     link = Link()
     server: HubServer | None = None
 
@@ -445,6 +431,6 @@ def _lead(
     if listening is not None:
         server = HubServer(listening, selector, hub, tell, link.lines)
         if config.env.replacement:
-            call = Call(config.uid, config.attempt, config.pod, config.env.token)
+            call = messages.Call(config.uid, config.attempt, config.pod, config.env.token)
             calls = Calls(config.others(), call, selector, hub.is_present, server.answered)
-    return Membership(link, limits.budget > 0, hub, server, calls)
+    return hub, Membership(link, limits.budget > 0, hub, server, calls)

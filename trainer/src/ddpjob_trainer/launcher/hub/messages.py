@@ -248,8 +248,7 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """Decode a line. Raises ValueError or TypeError for anything but a message.
 
-    A stranger may say Hello or Call only; what is within the others comes from launchers of this
-    job.
+    A stranger may say Hello or Call only; launchers of this job say what is in the others.
     """
     body = json.loads(line)
     if not isinstance(body, dict):
@@ -346,10 +345,8 @@ class Wire:
     def __init__(self, connection: socket.socket, selector: selectors.BaseSelector) -> None:
         self.received: Callable[[Message, float], None] = lambda message, now: None
         self.closed: Callable[[str, float], None] = lambda reason, now: None
-        self._socket = connection
-        self._selector = selector
-        self._in = b""
-        self._out = b""
+        self._socket, self._selector = connection, selector
+        self._in = self._out = b""
         self._open = True
         self.longest = MAX_LINE  # what a line may have
         self._silent = 0  # calls of count_silence since the last input
@@ -360,10 +357,9 @@ class Wire:
 
     def send(self, message: Message) -> None:
         """Send, or keep it until the connection takes it."""
-        if not self._open:
-            return
-        self._out += encode(message)
-        self._flush()
+        if self._open:
+            self._out += encode(message)
+            self._flush()
 
     def count_silence(self, now: float) -> None:
         """Count a second; fail when too many have passed without input.

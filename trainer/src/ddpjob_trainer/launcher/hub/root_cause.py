@@ -21,6 +21,12 @@ _CLEAN_UP_SECONDS = 8.0
 #: One error in the first lines of a script ends all its processes about at once.
 _TOGETHER_SECONDS = 5.0
 _MAX_WORDS = 300  # of an exception in the launcher's log line
+_BY_CODE: dict[int, ReportKind] = {
+    ExitCode.PEER_LOST: "peerLost",
+    ExitCode.HANG: "hang",
+    ExitCode.DIVERGED: "diverged",
+    ExitCode.HARDWARE: "hardware",
+}
 #: Messages of gloo, NCCL and torch's store, in a program that does not end with 75.
 _PEER_GONE = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|remote process exited|ncclRemoteError"
@@ -149,15 +155,9 @@ def kind(failure: Exit | None, *, exception: str, terminated: bool) -> ReportKin
         return "oom"
     if failure.status < 0:
         return "sigterm" if -failure.status == signal.SIGTERM else "signal"
-    named: dict[int, ReportKind] = {
-        ExitCode.PEER_LOST: "peerLost",
-        ExitCode.HANG: "hang",
-        ExitCode.DIVERGED: "diverged",
-        ExitCode.HARDWARE: "hardware",
-    }
     if failure.code == ExitCode.SIGTERM:
         return "sigterm"
-    found = None if failure.foreign else named.get(failure.code)
+    found = None if failure.foreign else _BY_CODE.get(failure.code)
     return found or ("exception" if exception else "exit")
 
 

@@ -12,13 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from ddpjob_contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
 from ddpjob_contract.exits import SAME_EXCEPTION, alike
-from ddpjob_trainer.launcher.hub.root_cause import (
-    Exit,
-    ended_early,
-    failure_text,
-    first_failure,
-    kind,
-)
+from ddpjob_trainer.launcher.hub import root_cause
+from ddpjob_trainer.launcher.hub.root_cause import Exit
 
 #: A fresh start would meet the same: fail at once.
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
@@ -44,6 +39,11 @@ class History:
     failures: int = 0
     records: tuple[Round, ...] = ()
     at_start: str = ""
+
+    def followed_by(self, record: Round) -> History:
+        """Return it with another round begun. ``record``: of the one before."""
+        records = (*self.records, record)[-STATE_MAX_ROUNDS:]
+        return replace(self, round=self.round + 1, records=records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Outcome:
     @property
     def cause(self) -> Exit | None:
         """Return the failure that came first as far as is known."""
-        return first_failure(self.exits.values())
+        return root_cause.first_failure(self.exits.values())
 
     def note(self, replica: int, exits: Collection[Exit], now: float) -> None:
         """Record exits by the hub's clock: the launchers' clocks cannot be compared."""
@@ -106,9 +106,8 @@ class Outcome:
         """
         ends = self.exits.values()
         finished = all(one.done and not one.status for one in ends)
-        return len(self.done) == self.replicas or (
-            finished and len(ends) == self.replicas * self.nproc
-        )
+        everybody = len(ends) == self.replicas * self.nproc
+        return len(self.done) == self.replicas or (finished and everybody)
 
     def loss(self, idle_pods: Collection[str]) -> Loss | None:
         """Return the loss that ended the round, None if a worker's failure did."""
@@ -150,7 +149,7 @@ def decide(
     round, rather than a worker.
     """
     exits, snapshot_step = outcome.exits.values(), outcome.snapshot_step
-    cause = first_failure(exits) if loss is None else None
+    cause = root_cause.first_failure(exits) if loss is None else None
     if cause and limits.budget and (step := _drilled(exits)) and drills_left(history.records):
         return Verdict(_after_drill(history, step, snapshot_step, at), None, "a drill")
     progress = (
@@ -173,7 +172,7 @@ def decide(
         return Verdict(None, cause, f"a rule of the job ends it at exit code {cause.code}")
     at_start = "" if progress or cause is None else _at_start(exits, cause, outcome.lasted)
     # Its numbers count: where they differ a program has got on, which shows no steps.
-    if cause is not None and at_start and at_start == history.at_start:
+    if at_start and at_start == history.at_start:
         why = (
             f"exit code {ExitCode.BAD_CONFIG:d}: all processes raised this twice before their"
             " first step, in the script itself; a restart would fail again"
@@ -181,39 +180,34 @@ def decide(
         return Verdict(None, cause, why, ExitCode.BAD_CONFIG)
     if failures > limits.budget:
         why = f"failed {failures} times without progress in between"
-        early = ended_early(exits, cause)
+        early = root_cause.ended_early(exits, cause)
         return Verdict(None, cause, f"{why}; {early}" if early else why)
     record = _record(history.round, cause, newest, nproc=outcome.nproc, at=at)
     if loss is not None:
         record |= {"kind": "lost", "replica": loss.replica}
     if outcome.saved is not None:
         record["savedBy"], record["savedStep"] = outcome.saved
-    if early := ended_early(exits, cause):
-        record["exception"] = failure_text(early, cause)
+    if early := root_cause.ended_early(exits, cause):
+        record["exception"] = root_cause.failure_text(early, cause)
     if _same_again(history.records, record, newest):
         why = f"the same exception {SAME_EXCEPTION} times in a row at step {record['step']}"
         return Verdict(None, cause, f"{why}; a restart would fail again")
     following = replace(
-        history,
-        round=history.round + 1,
+        history.followed_by(record),
         snapshot_step=newest,
-        modified=max(modified, history.modified),
         failures=failures,
-        records=(*history.records, record)[-STATE_MAX_ROUNDS:],
         at_start=at_start,
+        modified=max(modified, history.modified),
     )
     return Verdict(following, cause, "restart in place")
 
 
 def _at_start(exits: Collection[Exit], cause: Exit, lasted: float) -> str:
     """Return the exception by which the script ended all processes before their first step."""
-    together = all(
-        one.in_script
-        and alike(one.exception, cause.exception)
-        and (not one.foreign or lasted <= _START_SECONDS)
-        for one in exits
-    )
-    return cause.exception if together else ""
+    soon = lasted <= _START_SECONDS
+    in_script = all(one.in_script and (soon or not one.foreign) for one in exits)
+    same = all(alike(one.exception, cause.exception) for one in exits)
+    return cause.exception if in_script and same else ""
 
 
 def is_final(outcome: Outcome, limits: Limits) -> bool:
@@ -233,7 +227,7 @@ def _drilled(exits: Collection[Exit]) -> int:
 
     A worker that lost its peers to the drill, or was stopped, is no cause; any other end is one.
     """
-    cause = first_failure(exits)
+    cause = root_cause.first_failure(exits)
     ended = [exit_.step for exit_ in exits if exit_.drill]
     return max(ended, default=0) if cause and cause.code == ExitCode.PEER_LOST else 0
 
@@ -243,8 +237,7 @@ def _after_drill(history: History, step: int, snapshot_step: int, at: str) -> Hi
     record: Round = {"round": history.round, "at": at, "kind": "drill", "step": step}
     if snapshot_step >= 0:
         record["snapshotStep"] = snapshot_step
-    records = (*history.records, record)[-STATE_MAX_ROUNDS:]
-    return replace(history, round=history.round + 1, records=records)
+    return history.followed_by(record)
 
 
 def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -> bool:
@@ -254,25 +247,26 @@ def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -
     """
     if record.get("kind") != "exception" or record.get("step", 0) <= max(snapshot_step, 0):
         return False
-    same = [_alike(old, record) for old in records[1 - SAME_EXCEPTION :]]
+    same = [
+        (old.get("kind"), old.get("step")) == (record["kind"], record.get("step"))
+        and alike(old.get("exception", ""), record.get("exception", ""))  # whatever its numbers are
+        for old in records[1 - SAME_EXCEPTION :]
+    ]
     return len(same) == SAME_EXCEPTION - 1 and all(same)
-
-
-def _alike(old: Round, record: Round) -> bool:
-    """Return whether two rounds ended by one exception at one step, whatever its numbers are."""
-    same = all(old.get(key) == record.get(key) for key in ("kind", "step"))
-    return same and alike(old.get("exception", ""), record.get("exception", ""))
 
 
 def _record(round_: int, cause: Exit | None, snapshot_step: int, *, nproc: int, at: str) -> Round:
     record: Round = {"round": round_, "at": at}
     if cause is not None:
-        record["replica"] = cause.rank // nproc
-        record["rank"] = cause.rank
-        record["code"] = cause.code
+        how = root_cause.kind(cause, exception=cause.exception, terminated=False)
+        record |= {
+            "replica": cause.rank // nproc,
+            "rank": cause.rank,
+            "code": cause.code,
+            "kind": how,
+        }
         if cause.status < 0:
             record["signal"] = -cause.status
-        record["kind"] = kind(cause, exception=cause.exception, terminated=False)
         if cause.exception:
             record["exception"] = cause.exception
         if cause.step >= 0:

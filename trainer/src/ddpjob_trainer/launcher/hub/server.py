@@ -11,21 +11,9 @@ import threading
 from collections.abc import Callable, Mapping
 
 from ddpjob_trainer.launcher import host
+from ddpjob_trainer.launcher.hub import messages
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import (
-    BEAT_SECONDS,
-    FIRST_LINE,
-    MAX_LINE,
-    Beat,
-    Call,
-    Hello,
-    LastLine,
-    Message,
-    Refused,
-    Unknown,
-    Wire,
-    age,
-)
+from ddpjob_trainer.launcher.hub.messages import Hello, LastLine, Message, Refused, Wire
 
 # --- Connections that come ------------------------------------------------------------------------
 # The hub's server listens for Hello, a launcher that can hold for Call; the loop drives both.
@@ -48,9 +36,7 @@ class Listener:
         selector: selectors.BaseSelector,
         accept: Callable[[Wire, Message, float], Refused | None],
     ) -> None:
-        self._listening = listening
-        self._selector = selector
-        self._accept = accept
+        self._listening, self._selector, self._accept = listening, selector, accept
         self._strangers: dict[Wire, float] = {}  # when they are dropped if still silent
         self._deaf_until = 0.0  # when it listens again after a lack of descriptors; 0: it does
         listening.listen(1024)
@@ -82,18 +68,17 @@ class Listener:
 
     def meet(self, wire: Wire, now: float) -> None:
         """Wait for a stranger's first message."""
-        wire.longest = FIRST_LINE
+        wire.longest = messages.FIRST_LINE
         wire.received = lambda message, now: self.take(wire, message, now)
         self._keep(wire, now)
 
     def take(self, wire: Wire, message: Message, now: float) -> None:
         """Have the first message over a connection accepted, or refuse it."""
         self._forget(wire)
-        refused = self._accept(wire, message, now)
-        if refused is None:
-            wire.longest = MAX_LINE
-        else:
+        if refused := self._accept(wire, message, now):
             self.refuse(wire, refused, now)
+        else:
+            wire.longest = messages.MAX_LINE
 
     def refuse(self, wire: Wire, refused: Refused, now: float) -> None:
         """Send a refusal; the peer closes once it has read this, else at its deadline."""
@@ -146,16 +131,13 @@ class Calls:
     def __init__(
         self,
         addresses: Mapping[int, tuple[str, int]],
-        call: Call,
+        call: messages.Call,
         selector: selectors.BaseSelector,
         is_linked: Callable[[int], bool],
         answered: Callable[[Wire, Message, float], None],
     ) -> None:
-        self._addresses = addresses
-        self._call = call
-        self._selector = selector
-        self._is_linked = is_linked
-        self._answered = answered
+        self._addresses, self._call, self._selector = addresses, call, selector
+        self._is_linked, self._answered = is_linked, answered
         self._due = dict.fromkeys(addresses, 0.0)  # seat -> when to call it
         self._wires: set[Wire] = set()  # of launchers that have not answered yet
         self._to_dial: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -198,13 +180,12 @@ class Calls:
     def _take(self, now: float) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 64)
-        with contextlib.suppress(queue.Empty):
-            while True:
-                seat, connection = self._dialed.get_nowait()
-                if connection is None:
-                    self._due[seat] = now + _PAUSE_SECONDS
-                else:
-                    self._say(seat, Wire(connection, self._selector))
+        while not self._dialed.empty():
+            seat, connection = self._dialed.get_nowait()
+            if connection is None:
+                self._due[seat] = now + _PAUSE_SECONDS
+            else:
+                self._say(seat, Wire(connection, self._selector))
 
     def _say(self, seat: int, wire: Wire) -> None:
         def received(message: Message, now: float) -> None:
@@ -218,7 +199,7 @@ class Calls:
             self._wires.discard(wire)
             self._due[seat] = now + _PAUSE_SECONDS
 
-        wire.longest = FIRST_LINE
+        wire.longest = messages.FIRST_LINE
         wire.received = received
         wire.closed = lambda reason, now: again(now)
         self._wires.add(wire)
@@ -239,10 +220,8 @@ class HubServer:
         tell: Callable[[str], None],
         lines: LastLine,
     ) -> None:
-        self._lines = lines
+        self._hub, self._tell, self._lines = hub, tell, lines
         self._hears: set[int] = set()  # seats whose launchers read Beat.quiet
-        self._hub = hub
-        self._tell = tell
         self._passed_over = False  # a message, and said so
         self._wires: dict[int, Wire] = {}  # by seat
         self._beat_at = 0.0
@@ -251,26 +230,24 @@ class HubServer:
 
     def post(self, seat: int, message: Message) -> None:
         """Send to an admitted launcher; one that is gone gets nothing."""
-        wire = self._wires.get(seat)
-        if wire is not None:
+        if wire := self._wires.get(seat):
             wire.send(message)
 
     def drop(self, seat: int) -> None:
         """Close a launcher's link; the hub knows."""
-        wire = self._wires.pop(seat, None)
-        if wire is not None:
+        if wire := self._wires.pop(seat, None):
             wire.close()
 
     def tick(self, now: float) -> float | None:
         """Drop who is silent, link or stranger; return when to call again at the latest."""
         if now >= self._beat_at:
-            self._beat_at = now + BEAT_SECONDS
+            self._beat_at = now + messages.BEAT_SECONDS
             if self._wires.keys() - self._hears:  # one that cannot say may have printed just now
                 self._lines.gang = now
-            quiet = age(self._lines.gang, now)
+            quiet = messages.age(self._lines.gang, now)
             for seat, wire in list(self._wires.items()):
                 wire.count_silence(now)
-                wire.send(Beat(quiet if seat in self._hears else 0))
+                wire.send(messages.Beat(quiet if seat in self._hears else 0))
         dues = (self._listener.tick(now), self._beat_at if self._wires else None)
         return min((due for due in dues if due is not None), default=None)
 
@@ -283,12 +260,10 @@ class HubServer:
     def _admit(self, wire: Wire, message: Message, now: float) -> Refused | None:
         if not isinstance(message, Hello):
             raise ValueError("the first message must be Hello")
-        refused = self._hub.refuses(message)
-        if refused is not None:
+        if refused := self._hub.refuses(message):
             return refused
         seat = message.seat
-        older = self._wires.pop(seat, None)
-        if older is not None:
+        if older := self._wires.pop(seat, None):
             self._listener.refuse(older, Refused("a newer pod has its place", final=True), now)
         self._wires[seat] = wire
         (self._hears.add if message.hears else self._hears.discard)(seat)
@@ -298,11 +273,11 @@ class HubServer:
         return None
 
     def _received(self, seat: int, message: Message, now: float) -> None:
-        if isinstance(message, Unknown):
+        if isinstance(message, messages.Unknown):
             if not self._passed_over:
                 self._tell(str(message))
             self._passed_over = True
-        elif isinstance(message, Beat):
+        elif isinstance(message, messages.Beat):
             if message.quiet:
                 self._lines.hear(message.quiet, now)
         else:
