@@ -65,17 +65,12 @@ def rounds(
     ``attempt``: of pods; the hub may be older. So these are rounds of the hubs until then in which
     no younger pod served, those of the youngest hub first.
     """
-    found = [
-        seen
-        for seen in folder.find(root)
-        if (attempt is None or seen.folder.attempt <= attempt)
-        and round_ in (None, seen.folder.round)
-        and (
-            uid is None
-            or seen.folder == folder.round_folder(uid, seen.folder.attempt, seen.folder.round)
-        )
-    ]
+    found = [seen for seen in folder.find(root) if round_ in (None, seen.folder.round)]
+    if uid is not None:
+        job = folder.round_folder(uid, 0, 0).job
+        found = [seen for seen in found if seen.folder.job == job]
     if attempt is not None:
+        found = [seen for seen in found if seen.folder.attempt <= attempt]
         found.sort(key=lambda seen: seen.folder.attempt, reverse=True)
     for seen in found:
         one = _round(root, seen)
@@ -173,11 +168,8 @@ def incident(found: Round) -> Incident:
     }
     if first := first_of(files):
         file, rank = first
-        facts |= {
-            "first": {**rank, "log": rank["log"][-_LAST_LINES:]},
-            "firstReplica": file["replica"],
-            "firstPod": file["pod"],
-        }
+        facts["first"] = {**rank, "log": rank["log"][-_LAST_LINES:]}
+        facts |= {"firstReplica": file["replica"], "firstPod": file["pod"]}
     kept = {name: value for name, value in facts.items() if value not in (None, [], {})}
     return cast("Incident", kept)
 
@@ -193,9 +185,8 @@ def first_of(files: Sequence[Evidence]) -> tuple[Evidence, RankEnd] | None:
     """
     everybody = [(file, rank) for file in files for rank in file["ranks"]]
     cause = _cause(files) or {}
-    named = [
-        p for p in everybody if p[1]["rank"] == cause.get("rank") and p[1]["end"] != "followed"
-    ]
+    alone = [pair for pair in everybody if pair[1]["end"] != "followed"]
+    named = [pair for pair in alone if pair[1]["rank"] == cause.get("rank")]
     failed = [pair for pair in everybody if pair[1]["end"] == "failed"]
     failed.sort(key=lambda pair: (pair[0]["at"], pair[1]["rank"]))
     over, silent = _split(files)
@@ -253,8 +244,8 @@ def add(commands: Any) -> None:
     top = commands.add_parser(
         "evidence",
         help=about,
-        description=f"Look at {about}. Reads only; safe beside a running job.",
         epilog=_EPILOG,
+        description=f"Look at {about}. Reads only; safe beside a running job.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")

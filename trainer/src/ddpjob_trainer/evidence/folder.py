@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
-from ddpjob_contract.evidence import EVIDENCE_DIR, Evidence
+from ddpjob_contract.evidence import EVIDENCE_DIR, End, Evidence
 
 # --- Bounds: a round of any gang has some megabytes at most ---------------------------------------
 
@@ -63,16 +63,14 @@ def newest_lines(lines: Sequence[str], most: int) -> list[str]:
 
 def encode(body: Evidence) -> bytes:
     """Encode a file; drop logs of ranks that did not fail, then all, should it be too large."""
-    data = json.dumps(body, separators=(",", ":")).encode()
-    for kept in (("failed",), ()):
-        if len(data) <= MOST_FILE:
-            break
-        body = body.copy()
-        body["ranks"] = [
-            one if one["end"] in kept else {k: v for k, v in one.items() if k != "log"}  # type: ignore[misc]
+    for kept in (get_args(End), ("failed",), ()):
+        ranks = [
+            one if one["end"] in kept else {k: v for k, v in one.items() if k != "log"}
             for one in body["ranks"]
         ]
-        data = json.dumps(body, separators=(",", ":")).encode()
+        data = json.dumps({**body, "ranks": ranks}, separators=(",", ":")).encode()
+        if len(data) <= MOST_FILE:
+            break
     return data
 
 
@@ -158,7 +156,7 @@ def write(folder: int, name: str, content: bytes) -> None:
         os.close(fd)
 
 
-def read(folder: int, name: str, most: int) -> bytes:
+def read(folder: int | None, name: str, most: int) -> bytes:
     """Return a regular file's bytes. Raises OSError, ValueError for a larger one."""
     if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         raise ValueError("not a regular file")
@@ -245,8 +243,7 @@ class Writer:
     """Owns the thread, which begins with the first entry. ``say`` gets why it cannot write."""
 
     def __init__(self, root: Path, say: Callable[[str], None]) -> None:
-        self._root = root
-        self._say = say
+        self._root, self._say = root, say
         self._waiting: dict[tuple[str, str], Entry] = {}
         self._changed = threading.Condition()
         self._busy_since: float | None = None
@@ -318,17 +315,10 @@ def _copied(fd: int, flight: Flight) -> str:
     """Copy a dump, compressed; return the copy's name, or why there is none."""
     name = flight_name(flight.rank)
     with contextlib.suppress(OSError, ValueError):
-        data = gzip.compress(_bounded(flight.source), compresslevel=6, mtime=0)
+        dump = read(None, str(flight.source), _MOST_SOURCE)
+        data = gzip.compress(dump, compresslevel=6, mtime=0)
         if len(data) > flight.most:
             return f"rank {flight.rank}: {flight.source} has {len(data)} bytes even compressed"
         write(fd, name, data)
         return name
     return f"rank {flight.rank}: {flight.source} was not readable"
-
-
-def _bounded(source: Path) -> bytes:
-    fd = os.open(source.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        return read(fd, source.name, _MOST_SOURCE)
-    finally:
-        os.close(fd)

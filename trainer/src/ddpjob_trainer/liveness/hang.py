@@ -129,11 +129,8 @@ def find(signs: Sequence[Sign], deadlines: Deadlines) -> Hang | None:
     busy = any(
         not sign.waiting and sign.silent <= sign.limit(deadlines) < math.inf for sign in signs
     )
-    suspects = [
-        sign
-        for sign in signs
-        if sign.silent > sign.limit(deadlines) and not (sign.waiting and busy)
-    ]
+    overdue = [sign for sign in signs if sign.silent > sign.limit(deadlines)]
+    suspects = [sign for sign in overdue if not (sign.waiting and busy)]
     if not suspects:
         return None
     # Stopped ranks first, then busy, then waiting; the longest silence first.

@@ -123,20 +123,19 @@ class _Body(TypedDict, total=False):
     snapshot_step: int
 
 
-def path_of(directory: Path, rank: int) -> Path:
-    """Return the path of a rank's record."""
-    return directory / f"rank-{rank}.state"
+def path_of(directory: Path, rank: int, what: str = "state") -> Path:
+    """Return the path of a rank's record, or of what else it shares with its launcher."""
+    return directory / f"rank-{rank}.{what}"
 
 
 class RankStateWriter:
     """Writes a worker's record. Without a directory (no launcher) only this process sees it."""
 
     def __init__(self, directory: Path | None, rank: int) -> None:
-        self._rank = rank
-        self._directory = directory
+        self._rank, self._directory = rank, directory
         self._block: mmap.mmap = mmap.mmap(-1, BLOCK)
         if directory is not None:
-            self._block = _create(path_of(directory, rank))
+            self._block = mapped(path_of(directory, rank), BLOCK)
         self._phase: Phase = "startup"
         self._activity: Activity = "start"
         self._ending: Ending = ""
@@ -156,10 +155,7 @@ class RankStateWriter:
         return found
 
     def mark(self, activity: Activity, now: float | None = None) -> None:
-        """Give a sign of life, several times per step and at almost no cost.
-
-        ``now``: monotonic seconds, if the caller has just read the clock.
-        """
+        """Give a sign of life, at almost no cost. ``now``: monotonic, where it was just read."""
         self._activity = activity
         self._marks += 1
         # Assigned, not pack_into: that clears the field first, and a reader would see zeros.
@@ -212,15 +208,15 @@ class RankStateWriter:
                 (self._directory / name).write_text(json.dumps(facts))
 
 
-def _create(path: Path) -> mmap.mmap:
-    """Make a new file, since an earlier round's process may still map the old one."""
+def mapped(path: Path, size: int) -> mmap.mmap:
+    """Map a new file: another process may still map the old one. Raises OSError."""
     path.unlink(missing_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         # Written, not truncated to size: so a full memory file system is an error here, and not a
         # SIGBUS at the first step.
-        os.pwrite(fd, bytes(BLOCK), 0)
-        return mmap.mmap(fd, BLOCK)
+        os.pwrite(fd, bytes(size), 0)
+        return mmap.mmap(fd, size)
     finally:
         os.close(fd)
 

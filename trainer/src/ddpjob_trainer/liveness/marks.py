@@ -6,11 +6,11 @@ to choose who saves, and whether that pays (launcher/rescue.py). Never imports t
 
 from __future__ import annotations
 
-import mmap
-import os
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from struct import Struct, error
+
+from ddpjob_trainer.liveness.heartbeat import mapped, path_of
 
 #: Who has lost a peer stays so long for its launcher's order, which follows on the failure's report
 #: within milliseconds, and within 2 s where the hub waits for the cause (root_cause.py).
@@ -47,20 +47,11 @@ def socket_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.rescue"
 
 
-def _path(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.marks"
-
-
 class MarksWriter:
     """A worker's marks. Raises OSError where the file cannot be made."""
 
     def __init__(self, directory: Path, rank: int) -> None:
-        fd = os.open(_path(directory, rank), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            os.pwrite(fd, bytes(_FORM.size), 0)
-            self._block = mmap.mmap(fd, _FORM.size)
-        finally:
-            os.close(fd)
+        self._block = mapped(path_of(directory, rank, "marks"), _FORM.size)
         self.write(Marks())
 
     def in_flux(self) -> None:
@@ -75,6 +66,6 @@ class MarksWriter:
 def read_marks(directory: Path, rank: int) -> Marks:
     """Return a worker's marks; those of one that can save nothing where there are none."""
     try:
-        return Marks(*_FORM.unpack(_path(directory, rank).read_bytes()))
+        return Marks(*_FORM.unpack(path_of(directory, rank, "marks").read_bytes()))
     except (OSError, error):
         return Marks()

@@ -14,6 +14,8 @@ import signal
 from pathlib import Path
 from typing import IO, Final
 
+from ddpjob_trainer.liveness.heartbeat import path_of
+
 #: The last real-time signal: the others are the user's (USR1, USR2), glibc's (32, 33) or taken from
 #: the low end by libraries that need one.
 REQUEST: Final = signal.SIGRTMAX
@@ -24,18 +26,10 @@ _MAX_THREADS = 8
 _file: IO[bytes] | None = None  # must stay open: faulthandler keeps only its number
 
 
-def _path(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.stacks"
-
-
-def _pid_path(directory: Path, rank: int) -> Path:
-    return directory / f"rank-{rank}.pid"
-
-
 def arrive(directory: Path, rank: int) -> None:
     """Answer requests from here on, with a note of this process. Its children inherit both."""
     with contextlib.suppress(OSError):  # a child that imports the library, or no room
-        fd = os.open(_pid_path(directory, rank), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        fd = os.open(path_of(directory, rank, "pid"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         enable(directory, rank)
         os.write(fd, str(os.getpid()).encode())
         os.close(fd)
@@ -44,7 +38,7 @@ def arrive(directory: Path, rank: int) -> None:
 def arrived(directory: Path, rank: int) -> int:
     """Return the process that has called arrive() for a rank, 0: none has."""
     try:
-        return int(_pid_path(directory, rank).read_text() or 0)
+        return int(path_of(directory, rank, "pid").read_text() or 0)
     except (OSError, ValueError):
         return 0
 
@@ -56,7 +50,7 @@ def enable(directory: Path | None, rank: int) -> None:
         if not faulthandler.is_enabled():
             faulthandler.enable()
     if directory is not None:
-        path = _path(directory, rank)
+        path = path_of(directory, rank, "stacks")
         path.unlink(missing_ok=True)
         _file = path.open("ab", buffering=0)
         faulthandler.register(REQUEST, file=_file, all_threads=True, chain=False)
@@ -65,7 +59,7 @@ def enable(directory: Path | None, rank: int) -> None:
 def request(directory: Path, rank: int, pid: int) -> bool:
     """Ask a worker that has called enable() for its stacks; False if it cannot answer."""
     try:
-        os.truncate(_path(directory, rank), 0)
+        os.truncate(path_of(directory, rank, "stacks"), 0)
         os.kill(pid, REQUEST)
     except OSError:
         return False
@@ -75,17 +69,14 @@ def request(directory: Path, rank: int, pid: int) -> bool:
 def read(directory: Path, rank: int, limit: int) -> str:
     """Return at most ``limit`` bytes of the answer, "" without one."""
     try:
-        with _path(directory, rank).open("rb") as file:
+        with path_of(directory, rank, "stacks").open("rb") as file:
             return file.read(limit).decode(errors="replace")
     except OSError:
         return ""
 
 
 def brief(answer: str) -> list[str]:
-    """Return up to 8 lines, a thread each: innermost call first, main thread last.
-
-    For the termination report, which has 2 KiB for everything.
-    """
+    """Return up to 8 lines, a thread each: innermost call first, main thread last."""
     threads: list[list[str]] = []
     for line in answer.splitlines():
         frame = _FRAME.match(line)
