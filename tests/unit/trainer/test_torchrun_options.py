@@ -1,4 +1,4 @@
-"""torchrun's spellings: every one is known, and taken or refused with a cure."""
+"""torchrun's spellings that have a counterpart: taken, or refused where they do not fit."""
 
 import argparse
 import sys
@@ -36,10 +36,12 @@ def translate(words: str, env: dict[str, str], program: str = "train.py") -> dic
     return torchrun.translate(vars(options), read_launcher(env), program, module=options.module)
 
 
-def test_no_option_of_torchruns_is_unknown():
-    known = {name for action in parser()._actions for name in action.option_strings}
+def test_every_spelling_is_one_of_torchruns():
+    ours = {
+        n for a in parser()._actions if a.dest.startswith("torchrun_") for n in a.option_strings
+    }
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
-    assert theirs - known == set()
+    assert ours - theirs == set()
 
 
 @pytest.mark.parametrize(
@@ -105,10 +107,6 @@ def test_numa_binding_reaches_torch_before_the_program(monkeypatch):
         ("--rdzv-backend etcd", {}, "does not fit"),
         ("--no-python", {}, "contradicts train.py"),
         ("--no-python -m", {}, "contradicts -m"),
-        ("--tee 3", {}, "redirect the launcher's output"),
-        ("-r 3", {}, "redirect the launcher's output"),
-        ("--shutdown_timeout 5", {}, "DDPJOB_GRACE_SECONDS"),
-        ("--virtual-local-rank", {}, "LOCAL_RANK"),
     ],
 )
 def test_what_is_refused_says_what_to_do(words, env, message):

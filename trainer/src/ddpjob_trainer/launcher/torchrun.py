@@ -1,4 +1,4 @@
-"""Translate torchrun's options, or refuse one with a cure.
+"""Translate the options of torchrun that have a counterpart here; others are unknown.
 
 cli.py calls it for `ddpjob-trainer run`. Never imports torch.
 """
@@ -15,30 +15,9 @@ from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 
 _HERE: Final = ("localhost", "127.0.0.1", "::1")
-_OUTPUT: Final = "redirect the launcher's output: each line begins with the rank"
-#: Options that have no counterpart here, and their cures.
-_REFUSED: Final = {
-    **dict.fromkeys(("log-dir", "redirects", "tee", "local-ranks-filter", "logs-specs"), _OUTPUT),
-    **dict.fromkeys(("duplicate-stdout-filters", "duplicate-stderr-filters"), _OUTPUT),
-    "rdzv-conf": "leave it out; DDPJOB_HANG_STARTUP_SECONDS is how long ranks wait for one another",
-    "local-addr": "set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME to the interface",
-    "shutdown-timeout": "set DDPJOB_GRACE_SECONDS",
-    "virtual-local-rank": "leave it out, and use the GPU of LOCAL_RANK",
-    **dict.fromkeys(
-        ("role", "log-line-prefix-template", "signals-to-handle", "print-completion", "run-path"),
-        "leave it out",
-    ),
-}
 #: No effect here: failures are seen at once, and there is one kind of rendezvous.
 _WITHOUT_MEANING: Final = ("rdzv-id", "monitor-interval", "start-method", "event-log-handler")
 _NUMA: Final = ("node", "socket", "exclusive", "core-complex")
-_SHORT: Final = {"redirects": ("-r",), "tee": ("-t",)}
-
-
-def _names(name: str) -> tuple[str, ...]:
-    """Return every spelling that torchrun accepts."""
-    both = (f"--{name}", f"--{name.replace('-', '_')}") if "-" in name else (f"--{name}",)
-    return (*_SHORT.get(name, ()), *both)
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("torchrun's spellings")
 
     def option(name: str, text: str = argparse.SUPPRESS, **more: Any) -> None:
-        group.add_argument(*_names(name), dest=f"torchrun_{name}", help=text, **more)
+        names = {f"--{name}": "", f"--{name.replace('-', '_')}": ""}  # both spellings, once
+        group.add_argument(*names, dest=f"torchrun_{name}", help=text, **more)
 
     option("nproc-per-node", "as --nproc; also gpu, cpu or auto", metavar="N")
     option("max-restarts", "as --max-rounds-without-progress", type=int, metavar="N")
@@ -61,9 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     option("numa-binding", "bind each process to CPUs near its GPU, by torch", choices=_NUMA)
     option("no-python", "executables are started as they are anyway", action="store_true")
-    for name in (*_WITHOUT_MEANING, *_REFUSED):
-        flag = name in ("run-path", "virtual-local-rank")
-        option(name, **({"action": "store_true"} if flag else {}))
+    for name in _WITHOUT_MEANING:
+        option(name)
 
 
 def translate(
@@ -75,9 +54,6 @@ def translate(
         for name, value in given.items()
         if name.startswith("torchrun_") and value is not None and value is not False
     }
-    for name, cure in _REFUSED.items():
-        if name in options:
-            raise ConfigError(f"--{name} of torchrun has no counterpart here: {cure}")
     found: dict[str, Any] = {"nproc": given["nproc"]}
     if "nproc-per-node" in options:
         _once(given["nproc"], "--nproc-per-node", "--nproc")
