@@ -26,7 +26,7 @@ MOST_LINES = {
     "contract/src": 914,
     "operator/src": 12_017,
     "trainer/src": 28_015,
-    "tools/src": 5_389,
+    "tools/src": 5_390,
     "plugin/src": 5_014,
     "dev/bench": 4_616,
     "dev/devcluster": 3_868,

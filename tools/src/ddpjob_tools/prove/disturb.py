@@ -72,7 +72,7 @@ class Disturbance:
     made: list[Made] = field(default_factory=list)
     _finished: bool = False
     _useless: int = 0
-    _events: int = 0
+    _new: int = 0
     _shown: int = 0
     _room: int = 0  # steps that a gang may need to come to an end
 
@@ -106,13 +106,14 @@ class Disturbance:
             return
         if code in contract.PERMANENT_EXIT_CODES or code == contract.ExitCode.DIVERGED:
             raise ProofError(f"the launcher ended with exit code {code}, which no restart follows")
-        events = sum(story.events for story in self.records.stories) + len(self.made)
-        self._useless = self._useless + 1 if events == self._events else 0
-        self._events = events
+        # New steps: a script that fails after its loop comes to its end in each launch.
+        new = sum(len(story.first_at) for story in self.records.stories) + len(self.made)
+        self._useless = self._useless + 1 if new == self._new else 0
+        self._new = new
         if self._useless > _USELESS_LAUNCHES:
             raise ProofError(
-                f"training does not come back: {self._useless} launches in a row made no step (exit"
-                f" code {code})"
+                f"training does not come back: {self._useless} launches in a row made no new"
+                f" step (exit code {code})"
             )
         self.job.start()
 
