@@ -174,6 +174,14 @@ class WriteWorkload:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadWorkload:
+    """GET the Workload; what follows in the plan is left undone unless it is at that version."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class DeleteWorkload:
     """Delete the Workload with its uid as precondition."""
 
@@ -189,7 +197,7 @@ class ReadFlavors:
     names: tuple[str, ...]
 
 
-Read = ConfirmGone | ReadNodes | ReadLeases | ReadFlavors
+Read = ConfirmGone | ReadNodes | ReadLeases | ReadFlavors | ReadWorkload
 Queue = EnsureWorkload | WriteWorkload | DeleteWorkload
 Action = (
     WriteStatus | DeletePod | Read | EnsureNetwork | RemoveGroups | CreatePod | DeleteJob | Queue

@@ -106,7 +106,7 @@ class Executor:
                 await self._store.nodes.read_leases(self._api)
             case actions.EnsureWorkload():
                 return await self._ensure_workload(job, action)
-            case actions.WriteWorkload():
+            case actions.WriteWorkload() | actions.ReadWorkload():
                 now = self._now()
                 return await scheduling.write_workload(self._api, self._store, job, action, now)
             case actions.DeleteWorkload():

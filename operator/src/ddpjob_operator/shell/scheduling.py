@@ -127,12 +127,20 @@ async def ensure_workload(
 
 
 async def write_workload(
-    api: Api, store: Store, job: Job, action: actions.WriteWorkload, now: datetime
+    api: Api,
+    store: Store,
+    job: Job,
+    action: actions.WriteWorkload | actions.ReadWorkload,
+    now: datetime,
 ) -> bool:
     """Write conditions, or give the quota back; return False if it has changed meanwhile."""
-    found = await api.get(WORKLOADS, job.namespace, action.name)
+    found = await find(api, WORKLOADS, job.namespace, action.name)
+    if found is None:
+        for gone in store.workloads.of(job) or ():
+            store.workloads.remove((gone.namespace, gone.name), gone.uid, for_good=True)
+        return False
     fresh: bool = found["metadata"]["resourceVersion"] == action.version
-    if fresh:
+    if fresh and isinstance(action, actions.WriteWorkload):
         body = workload.with_status(
             found, action.conditions, now, reclaimed=action.reclaimed, give_back=action.give_back
         )

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from typing import Final
 
 from ddpjob_operator.core import actions, render
-from ddpjob_operator.core.actions import Action, ConfirmGone, ReadFlavors, WriteWorkload
+from ddpjob_operator.core.actions import (
+    Action,
+    ConfirmGone,
+    ReadFlavors,
+    ReadWorkload,
+    WriteWorkload,
+)
 from ddpjob_operator.core.capacity import refusals, template_guard
 from ddpjob_operator.core.change import Stall
 from ddpjob_operator.core.objects import workload as workloads
@@ -100,6 +106,12 @@ def reads(view: View) -> tuple[Action, ...] | None:
     if ours.placements or not ours.managed:
         return () if _trouble(view.spec, ours) else None
     return (ReadFlavors(found.admission, found.flavors),) if found else ()
+
+
+def confirm(view: View) -> tuple[Action, ...]:
+    """Read the Workload just before pods are made of its quota: a watch may be silent."""
+    found = claim(view).workload if claim(view).managed else None
+    return (ReadWorkload(found.name, found.version),) if found else ()
 
 
 def _trouble(spec: Spec, ours: Claim) -> str:

@@ -105,6 +105,7 @@ def creations(view: View) -> tuple[Action, ...]:
     refused = view.refusals
     pods = ((r, make(job, view.spec, attempt, r)) for r in due_now)
     return (
+        *(kueue.confirm(view) if due_now else ()),
         *chain.from_iterable(_unlabelled(job, attempt, refused.get(r)) for r in due_now),
         *(actions.CreatePod(r, attempt, body) for r, body in pods),
     )
