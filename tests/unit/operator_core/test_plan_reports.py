@@ -32,16 +32,15 @@ def test_ten_minutes_without_a_line_are_shown_once_with_their_age():
     assert len(world.told("NoOutput")) == 1
 
 
-def test_what_matters_more_than_silence_comes_first_and_the_end_clears_it():
-    world = running(restart={"maxRestarts": 0}).poll(silentSeconds=700)
+@pytest.mark.parametrize("left", [0, 3])
+def test_what_is_said_of_a_gang_that_runs_ends_with_it(left):
+    world = running(restart={"maxRestarts": left}).poll(silentSeconds=700, connected=False)
+    world.poll(silentSeconds=700, connected=False, straggler=SLOW).wait(60)
+    said = ("Silent", "Apart", "Straggling", "Running")
+    assert [world.condition(one)["status"] for one in said] == ["True"] * 4
     world.end(1, 1)
-    assert (world.phase, world.status["reason"]) == ("Failed", "MaxRestartsExceeded")
-    assert world.condition("Silent")["status"] == "False"
-
-
-def test_a_lost_gang_has_no_slow_rank():
-    world = running().poll(step=5, straggler=SLOW).end(1, 1)
-    assert world.condition("Straggling")["status"] == "False"
+    assert world.status.get("reason") == (None if left else "MaxRestartsExceeded")
+    assert [world.condition(one)["status"] for one in said] == ["False"] * 4
 
 
 def test_a_poll_of_the_attempt_before_says_nothing_of_this_one():

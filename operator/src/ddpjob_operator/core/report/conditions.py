@@ -49,6 +49,7 @@ _PHASE_OF: Final = {
     "Running": "Running",
     "Silent": "Running",
     "Apart": "Running",
+    "Straggling": "Running",
     "Suspended": "Suspended",
     "Complete": "Succeeded",
     "Failed": "Failed",
