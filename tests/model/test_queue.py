@@ -181,7 +181,7 @@ def gives_back_at_once(*args: Any) -> Plan:
     status = asked.job.status
     if status.get("phase") != "Pending" or status.get("membersSince", 0) <= asked.attempt:
         return asked.answer()
-    gone = QuorumRead(asked.attempt, asked.now, hidden=(), over=True)
+    gone = QuorumRead(asked.attempt, asked.now, over=True)
     found = replace(asked, pods=(), feedback=replace(asked.feedback, confirmed=gone)).answer()
     early = tuple(one for one in found.actions if isinstance(one, WriteWorkload))
     real = asked.answer()

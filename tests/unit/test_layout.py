@@ -24,16 +24,16 @@ MAX_NAME = 70  # letters of a test's name
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
     "contract/src": 914,
-    "operator/src": 12_017,
+    "operator/src": 11_830,
     "trainer/src": 28_015,
     "tools/src": 5_390,
     "plugin/src": 5_014,
     "dev/bench": 4_616,
     "dev/devcluster": 3_868,
     "studies": 3_826,
-    "tests": 61_576,
+    "tests": 61_254,
 }
-MOST_WORDS = 44_980  # of all pages in docs
+MOST_WORDS = 44_935  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(

@@ -211,27 +211,6 @@ def test_a_deletion_refused_after_the_end_is_an_event_for_each_pod():
     assert (dict(world.settle().pods), world.feedback.undeleted) == ({}, {})
 
 
-@pytest.mark.fault("N11")
-@pytest.mark.parametrize("how", ["failed", "suspended", "late"])
-def test_a_pod_without_its_labels_is_deleted_once_no_gang_is_to_run(how):
-    world = running(activeDeadlineSeconds=60)
-    world.hide(1)
-    if how == "failed":
-        world.end(0, 2)
-    elif how == "suspended":
-        world.patch(suspend=True)
-    else:
-        world.wait(60)
-    assert (world.phase, [*world.pods]) == (
-        ("Suspended", []) if how == "suspended" else ("Failed", ["job-0"] * (how == "failed"))
-    )
-    assert world.log.count("delete job-1 hidden") == 1
-    assert world.plan().actions == ()
-    later = running().end(0, 2)
-    later.restart_operator().now += timedelta(hours=1)
-    assert later.plan() == act.Plan(), "an operator that starts asks nothing of what ended long ago"
-
-
 def test_the_active_deadline_stands_still_while_suspended():
     world = started(activeDeadlineSeconds=100).run().patch(suspend=True).wait(500)
     assert world.phase == "Suspended"

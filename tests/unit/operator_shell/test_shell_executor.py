@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_contract.crd import LABEL_ATTEMPT, LABEL_JOB_UID
+from ddpjob_contract.crd import LABEL_ATTEMPT
 from ddpjob_operator.core import actions as act
 from ddpjob_operator.core.objects.observe import Job
 from ddpjob_operator.shell.api import (
@@ -297,21 +297,6 @@ async def test_who_stored_that_a_start_begins_knows_it_until_an_answer_is_lost(s
     await stage.do(create())
     await stage.do(act.ConfirmGone(2))
     assert stage.feedback.confirmed == act.QuorumRead(2, NOW)
-
-
-@pytest.mark.fault("N11")
-async def test_a_look_by_name_shows_pods_of_ours_that_lost_their_label(stage):
-    labelled = {LABEL_JOB_UID: "u1"}
-    over = {**pod(3), "status": {"phase": "Failed"}}
-    named = [pod(0, labels=labelled), pod(1), pod(2, owner="other"), over]
-    stage.api.script["list pods"] = [Listing([], "20"), Listing(named, "20"), Listing([], "21")]
-    stage.api.script["get ddpjobs"] = [job(6, attempt=2)] * 2
-    await stage.do(act.ConfirmGone(2, by_name=True))
-    assert stage.api.bodies[:2] == [f"{LABEL_JOB_UID}=u1", "ddpjob.dev/job-name=job"]
-    assert stage.feedback.confirmed is not None
-    assert [one.name for one in stage.feedback.confirmed.hidden or ()] == ["job-1"]
-    await stage.do(act.ConfirmGone(2))
-    assert stage.feedback.confirmed.hidden is None
 
 
 async def test_the_barrier_tells_who_had_been_there_before_it_looked(stage):

@@ -84,12 +84,12 @@ class ConfirmGone:
     If the job is still at ``attempt``, ApiFeedback.confirmed holds the result. It comes before
     creations, and before any decision that is final.
 
-    ``by_name``: a second LIST, by the job's name, finds pods without the label of its uid.
+    ``evicted``: it is asked for since Kueue has taken the quota of a gang with pods.
     ``seats``: of the pods of these alone, since 1,000 take long to read; empty: of all.
     """
 
     attempt: int
-    by_name: bool = False
+    evicted: bool = False
     seats: frozenset[int] = frozenset()
 
 
@@ -254,7 +254,7 @@ class QuorumRead:
     running: bool = False
     seen: frozenset[int] = frozenset()
     replicas: frozenset[int] = frozenset()
-    hidden: tuple[Existing, ...] | None = None  # that no watch shows; None: not asked
+    evicted: bool = False  # as it was asked for
     begun: bool = False  # this process has stored that phase Starting begins (rule O5)
     seats: frozenset[int] = frozenset()  # empty: all
     over: bool = False  # the job was parked, or at its end: what is gone stays gone

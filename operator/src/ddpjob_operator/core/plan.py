@@ -171,7 +171,7 @@ def _may_be_done(view: View) -> bool:
     read = view.seats.read
     asked = read and read.generation == view.job.generation and not read.seats
     if not template_guard.suspends(view):
-        asked = read and read.hidden is not None  # no other reason while it runs
+        asked = read and read.evicted  # no other reason while it runs
     return view.status.phase in ("Starting", "Running") and not asked
 
 
@@ -185,17 +185,17 @@ def _needs_all(view: View) -> bool:
     # A suspension ends pods that may have succeeded; once reported, others take their room.
     if template_guard.suspends(view) and _may_be_done(view):
         return True
-    if template_guard.suspends(view) and template_guard.needs_proof(seats, view.clock):
+    if template_guard.suspends(view) and template_guard.needs_proof(seats):
         return True
     # In a queue the same holds of pods that are to wait, and of quota to be given back.
-    if _queue_asks(view):
+    if kueue.needs_proof(view) or _evicted(view):
         return True
     # A late gang is released or charged for it, and the last pod may run by now.
     return start.late(view) and not seats.read_since(start.deadline(view))
 
 
-def _queue_asks(view: View) -> bool:
-    return kueue.needs_proof(view) or (bool(kueue.wait(view)) and _may_be_done(view))
+def _evicted(view: View) -> bool:
+    return bool(kueue.wait(view)) and _may_be_done(view)
 
 
 # --- What to do about it ------------------------------------------------------------------
@@ -205,15 +205,14 @@ def _act(view: View) -> Plan:
     """Do the first thing that is due: the next round sees what came of it."""
     status, seats = view.status, view.seats
     # What is left of other attempts goes first: the barrier waits for it.
-    leaving = (*barrier.deletions(seats, view.fence), *finish.hidden(seats, None))
+    leaving = barrier.deletions(seats, view.fence)
     if leaving:
         return Plan(leaving)
     if removals := pod_group.removals(view):
         return Plan(removals)
     # The next decision needs to know more than a watch shows.
     if _needs_all(view):
-        by_name = template_guard.needs_proof(seats, view.clock) or _queue_asks(view)
-        return Plan((ConfirmGone(status.attempt, by_name=by_name),))
+        return Plan((ConfirmGone(status.attempt, evicted=_evicted(view)),))
     if status.parked and (todo := kueue.parked(view)):
         return Plan(todo)
     if seats.loss_unproven or cause.waits_for_read(view):

@@ -14,7 +14,7 @@ from typing import Final
 
 from ddpjob_operator.core import evidence
 from ddpjob_operator.core.actions import QuorumRead
-from ddpjob_operator.core.objects.observe import Existing, Pod
+from ddpjob_operator.core.objects.observe import Pod
 from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Status
 
@@ -183,11 +183,6 @@ class Seats:
         )
 
     # --- The quorum read itself -----------------------------------------------------------------
-
-    @property
-    def hidden(self) -> tuple[Existing, ...] | None:
-        """Return pods that no watch shows and that have not ended; None: not asked."""
-        return self.read.hidden if self.read else None
 
     def read_since(self, at: datetime | None) -> bool:
         """Tell whether all pods were read from the API server itself after that time."""

@@ -11,7 +11,6 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable
 from datetime import datetime
-from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -279,12 +278,6 @@ class Executor:
         listing = await self._api.list_all(PODS, job.namespace, selector, keep=slim_pod)
         self._store.check_list(PODS.plural, listing.resource_version, newest)
         self._store.replace_pods(job.uid, listing.items, listing.resource_version, action.seats)
-        hidden = None
-        if action.by_name:  # finds pods that lost the label of its uid
-            named = f"{crd.LABEL_JOB_NAME}={job.name}"
-            keep = partial(observe.hidden, job_uid=job.uid)
-            found = await self._api.list_all(PODS, job.namespace, named, keep=keep)
-            hidden = tuple(filter(None, found.items))
         # After the pods: a leader that began a newer attempt since then shows here.
         await self.refresh(job)
         now = self._store.snapshot(job.key)
@@ -295,7 +288,7 @@ class Executor:
             action.attempt,
             at,
             generation=now.job.generation,
-            hidden=hidden,
+            evicted=action.evicted,
             alone=all(
                 p.attempt is not None and p.attempt >= status.min_attempt(p.replica)
                 for p in now.pods

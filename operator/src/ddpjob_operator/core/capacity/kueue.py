@@ -142,11 +142,7 @@ def needs_proof(view: View) -> bool:
     found, status = claim(view).workload, view.status
     holds = found is not None and not found.true("Finished")
     over = status.queued or (found and status.phase == "Suspended") or (holds and status.terminal)
-    if not over or status.attempt == 0 or view.seats.pods_left:
-        return False
-    read = view.seats.read
-    asked = read is not None and read.over and read.hidden is not None
-    return not asked or view.clock.reached(template_guard.looks_again(view.seats))
+    return bool(over) and not (view.seats.pods_left or _proven(view.seats))
 
 
 def parked(view: View) -> tuple[Action, ...]:
@@ -204,7 +200,7 @@ def finish(view: View) -> tuple[Action, ...]:
     if found is None or found.true("Finished") or found.deleting:
         return ()
     if needs_proof(view):
-        return (ConfirmGone(status.attempt, by_name=True),)
+        return (ConfirmGone(status.attempt),)
     if not _proven(view.seats):
         return ()
     end = status.condition("Complete" if status.phase == "Succeeded" else "Failed")
@@ -214,7 +210,7 @@ def finish(view: View) -> tuple[Action, ...]:
 
 def _proven(seats: Seats) -> bool:
     """Tell whether a quorum read made since then has shown that no pod is left."""
-    proof = seats.read is not None and seats.read.over and seats.read.hidden == ()
+    proof = seats.read is not None and seats.read.over
     return not seats.pods_left and (seats.status.attempt == 0 or proof)
 
 

@@ -7,10 +7,9 @@ frozen.
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
 from typing import Final
 
-from ddpjob_operator.core.change import Change, Clock
+from ddpjob_operator.core.change import Change
 from ddpjob_operator.core.failure_text import describe
 from ddpjob_operator.core.objects.observe import clean
 from ddpjob_operator.core.objects.spec import Spec
@@ -19,8 +18,6 @@ from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View
 
 SUSPENDING: Final = "Suspending"
-#: A pod without our label ends within its grace period, unseen by any watch.
-_HIDDEN_AGAIN: Final = timedelta(seconds=15)
 _ENDING: Final = "pods are still ending; "
 #: Before the failure of a gang that something else ends.
 BROKEN: Final = "the gang had already failed: "
@@ -68,9 +65,9 @@ def suspended(view: View, change: Change, message: str | None = None) -> Change:
     Without a message the suspension was stored before. Others may wait for its room.
     """
     old, seats = change.status.condition("Suspended"), view.seats
-    ending = view.status.attempt > 0 and (seats.pods_left or bool(seats.hidden))
+    ending = view.status.attempt > 0 and seats.pods_left
     if message is None:
-        if (old and old.status == "True") or ending or needs_proof(seats, view.clock):
+        if (old and old.status == "True") or ending or needs_proof(seats):
             return change
         message = why_suspended(view.spec, view.status)
     if not ending:
@@ -88,18 +85,13 @@ def why_suspended(spec: Spec, status: Status) -> str:
     return f"{why}; {BROKEN}{describe(loss)}" if loss and broken else why
 
 
-def needs_proof(seats: Seats, clock: Clock) -> bool:
+def needs_proof(seats: Seats) -> bool:
     """Tell whether only a cache says that a suspended job's last pod has ended."""
     status, old = seats.status, seats.status.condition("Suspended")
     reported = status.phase != "Suspended" or (old is not None and old.status == "True")
     if reported or status.attempt == 0 or seats.pods_left:
         return False
-    return seats.hidden is None or clock.reached(looks_again(seats))
-
-
-def looks_again(seats: Seats) -> datetime | None:
-    """Return when to ask again for ending pods that no watch shows."""
-    return seats.read.at + _HIDDEN_AGAIN if seats.read and seats.hidden else None
+    return not (seats.read and seats.read.over)
 
 
 def _changed(spec: Spec, status: Status) -> bool:

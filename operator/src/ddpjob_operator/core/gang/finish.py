@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 
 from ddpjob_contract.exits import DEAD_GANG_SECONDS
 from ddpjob_operator.core import actions, evidence
-from ddpjob_operator.core.actions import ConfirmGone, DeleteJob, DeletePod, Measurement, Plan
+from ddpjob_operator.core.actions import DeleteJob, DeletePod, Measurement, Plan
 from ddpjob_operator.core.capacity import pod_group
 from ddpjob_operator.core.change import Change, Clock
 from ddpjob_operator.core.failure_text import every, plural
@@ -19,9 +19,6 @@ from ddpjob_operator.core.objects.spec import Spec
 from ddpjob_operator.core.objects.status import Progress
 from ddpjob_operator.core.seats import Seats
 from ddpjob_operator.core.view import View, began_from, received
-
-#: So long after the end an operator asks for pods without our label: not of all jobs as it starts.
-_JUST_ENDED = timedelta(minutes=10)
 
 
 def succeed(view: View, change: Change) -> Change:
@@ -100,25 +97,11 @@ def clean_up(view: View) -> Plan:
             todo.append(DeletePod(pod.name, pod.uid, 0))
         elif not keep and not pod.deleting:
             todo.append(DeletePod(pod.name, pod.uid, grace))
-    todo += hidden(view.seats, grace)
-    since = view.status.timings.completed_at
-    unasked = since if view.seats.hidden is None else None
-    if unasked is not None and not view.clock.reached(unasked + _JUST_ENDED):
-        todo.append(ConfirmGone(view.status.attempt, by_name=True))
     todo += [*pod_group.removals(view), *view.fence.reads(view.seats.pods)]
-    ttl = view.spec.ttl
+    ttl, since = view.spec.ttl, view.status.timings.completed_at
     if ttl is not None and since is not None and view.clock.reached(since + timedelta(seconds=ttl)):
         todo.append(DeleteJob(view.job.uid))
     return Plan(tuple(todo))
-
-
-def hidden(seats: Seats, grace: int | None) -> tuple[actions.Action, ...]:
-    """Delete pods that lost our label, and look again for proof."""
-    left = [pod for pod in seats.hidden or () if not pod.deleting]
-    if not left:
-        return ()
-    again = ConfirmGone(seats.status.attempt, by_name=True)
-    return (*(DeletePod(pod.name, pod.uid, grace) for pod in left), again)
 
 
 def _end(view: View, change: Change, phase: str) -> Change:

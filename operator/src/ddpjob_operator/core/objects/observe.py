@@ -284,17 +284,6 @@ def existing(kind: str, obj: Mapping[str, Any]) -> Existing:
     )
 
 
-def hidden(pod: Mapping[str, Any], job_uid: str) -> Existing | None:
-    """Describe a pod of that job which lost its label, hidden from watches.
-
-    None for any other pod, and for one that has ended.
-    """
-    found, labels = existing("Pod", pod), pod["metadata"].get("labels") or {}
-    ended = (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
-    seen = labels.get(crd.LABEL_JOB_UID) == job_uid
-    return None if ended or seen or found.owner_uid != job_uid else found
-
-
 def progress(raw: object, now: datetime) -> Progress | None:
     """Parse the body of GET /state as Progress; None if it is malformed."""
     if not isinstance(raw, Mapping):

@@ -164,7 +164,7 @@ def fill(view: View, change: Change) -> Change:
         other = polled is not None and polled.other_job
         change = began_from(view.status, change, parts["progress"].resumed, other_job=other)
     if status.phase == "Suspended" or status.queued:
-        active = len([pod for pod in seats.pods if not pod.ended]) + len(seats.hidden or ())
+        active = len([pod for pod in seats.pods if not pod.ended])
         still = _replicas(view.spec, seats.pods)
         parts |= {"replicas": replace(still, active=active, failed=0)}
     elif status.terminal or status.members_since == view.status.members_since:
