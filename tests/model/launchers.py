@@ -65,8 +65,12 @@ class Workers:
         self.survivor = Survivor()
 
     @property
+    def rank(self) -> int:
+        return self._config.rank(0)
+
+    @property
     def pids(self) -> dict[int, int]:
-        return dict.fromkeys([self._config.rank(0)] * self.running, 1)
+        return dict.fromkeys([self.rank] * self.running, 1)
 
     @property
     def round(self) -> int:
@@ -115,10 +119,9 @@ class Workers:
 
     def end(self, status: int, now: float) -> None:
         """The launcher reaps it."""
-        rank = self._config.rank(0)
         ours = self.stopping and status in (-signal.SIGKILL, 143)
         self.running = 0
-        self.exits.append(Exit(rank, 0, status, now, ours))
+        self.exits.append(Exit(self.rank, 0, status, now, ours, step=self.survivor.step))
 
 
 class Launcher(Supervisor):

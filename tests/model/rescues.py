@@ -1,7 +1,8 @@
 """Rescues in the model: the real Rescuer over a worker whose answers are moves of the world.
 
 Held: R1 (everybody gets the Stop that follows a rescue's), R2 (one writer in a round), R3 (nobody
-writes before the cause is known), R4 (what counts another worker of the round has vouched for).
+writes before the cause is known), R4 (what counts another worker of the round has vouched for), R5
+(what rank 0 has to do after its commit() is done, also where it died in that step's body).
 """
 
 from __future__ import annotations
@@ -27,18 +28,26 @@ if TYPE_CHECKING:
 class Survivor:
     """The rescue's thread in a worker (training/rescue.py), and its end of the socket.
 
-    ``able``: its state can be saved; ``deaf``: it says nothing; ``bits``: of its state.
+    ``able``: its state can be saved; ``deaf``: it says nothing; ``bits``: of its state; ``late``:
+    it is in the body of the newest step, after commit(), where others have ended that.
     """
 
     def __init__(self) -> None:
-        self.able, self.deaf, self.bits = True, False, "sound"
+        self.able, self.deaf, self.bits, self.late = True, False, "sound", False
         self.order, self.said, self.over = "", 0, False
         self.heard: deque[dict[str, Any]] = deque()
         self.lines: deque[bytes] = deque()  # for its launcher
         self.lost_at: float | None = None  # when it lost its peers
 
-    def marks(self, *_: object) -> Marks:
-        return Marks(100, 90, intact=True, whole=self.able, step_seconds=1.0, write_seconds=0.1)
+    @property
+    def step(self) -> int:
+        """After which it is at its newest boundary."""
+        return 99 if self.late else 100
+
+    def marks(self) -> Marks:
+        return Marks(
+            self.step, 90, intact=True, whole=self.able, step_seconds=1.0, write_seconds=0.1
+        )
 
     def holds(self, now: float) -> bool:
         """It has lost its peers: whether it stays for a rescue."""
@@ -56,9 +65,17 @@ class Survivor:
         if not self.order:
             if not self.heard:
                 return False
-            self.order = self.heard.popleft()["do"]
+            if self.late:  # whoever reads waits for the body's end
+                self.late = False
+                return True
+            order = self.heard.popleft()
+            self.order, most = order["do"], order["most"]
+            if most is not None and self.step > most:
+                self.over = True
+                self._say(no="rank 0 had more to do")
+                return True
             one.world.rescued.begins(one)
-            self._say(step=100)
+            self._say(step=self.step)
         elif self.order == "vouch":
             self.over = True
             self._say(word=self.bits)
@@ -91,6 +108,12 @@ class _Link:
     def ready(self) -> bool:
         return bool(self._survivor.lines) or not self._workers.running
 
+    def setblocking(self, flag: bool) -> None:
+        """Nobody waits."""
+
+    def connect(self, address: str) -> None:
+        """A process that dies accepts as well."""
+
     def recv(self, size: int) -> bytes:
         return self._survivor.lines.popleft() if self._survivor.lines else b""
 
@@ -103,13 +126,17 @@ class ModelRescuer(rescue.Rescuer):
 
     def begin(self, what: str, now: float, most: str = "") -> bool:
         workers: Any = self._workers
-        with mock.patch.object(rescue, "read_marks", workers.survivor.marks):
+
+        def marks(_: object, rank: int) -> Marks:
+            return workers.survivor.marks() if rank == workers.rank else Marks()
+
+        with mock.patch.object(rescue, "read_marks", marks):
             return super().begin(what, now, most)
 
     def _ask(self, rank: int, what: str, seconds: float) -> None:
-        link: Any = _Link(self._workers)  # type: ignore[arg-type]
-        self._links[rank], self._lines[rank] = link, b""
-        link.sendall(json.dumps({"do": what, "seconds": seconds}).encode())
+        link = _Link(self._workers)  # type: ignore[arg-type]
+        with mock.patch.object(rescue.socket, "socket", return_value=link):
+            super()._ask(rank, what, seconds)
 
     @property
     def pending(self) -> int:
@@ -193,6 +220,10 @@ class Rescues:
         others = {said for uid, said in self.words.get(where, {}).items() if uid != one.uid}
         if word not in others:
             raise Violation("r4_second_opinion", f"nobody has vouched for {one.uid}'s {word}")
+        first = one.hub_of  # whose pod is there, else nobody can know
+        here = first is not None and first.alive and first.workers.key == one.workers.key
+        if first and here and not first.workers.rank and first.workers.survivor.late:
+            raise Violation("r5_rank_0_finishes", f"{one.uid} saves what {first.uid} left")
         self.saved[where] = one.uid
 
 

@@ -55,6 +55,28 @@ def test_what_survivors_cannot_save_is_not_saved(loop, replicas, what, value, wh
     assert bool(world.rescued.saved) == saves
 
 
+def rank_0_died_in_its_body(loop, launcher: type[Launcher] = Launcher) -> GangWorld:
+    """The others have ended the step after whose commit() it had more to do."""
+    return failed(
+        loop, 0, before=lambda there: setattr(there[0].workers.survivor, "late", True),
+        launcher_class=launcher,
+    )  # fmt: skip
+
+
+def test_a_hub_that_saves_what_rank_0_left_unfinished_is_found_out(loop):
+    assert not rank_0_died_in_its_body(loop).rescued.saved
+    with pytest.raises(Violation) as found:
+        rank_0_died_in_its_body(loop, wrong_gangs.ForgetsRank0)
+    assert found.value.name == "r5_rank_0_finishes"
+
+
+def test_who_is_amid_a_body_ends_it_before_it_saves(loop):
+    def late(there):
+        there[0].workers.survivor.late = there[2].workers.survivor.late = True
+
+    assert failed(loop, 1, before=late).rescued.saved
+
+
 def test_the_survivors_of_a_lost_pod_save(loop):
     world = begun(loop, rescues=True)
     world.kill(by_replica(world)[1])

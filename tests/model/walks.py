@@ -134,7 +134,8 @@ EVENTS: dict[str, tuple[int, Fault]] = {
 
 def _survivor(what: str, value: object) -> Fault:
     def act(world: GangWorld, draw: Random) -> None:
-        if one := _any_launcher(world, draw):
+        one = _any_launcher(world, draw)
+        if one and (what != "late" or world.whole()):  # it stays where it is once a peer is lost
             setattr(one.workers.survivor, what, value)
 
     return act
@@ -145,6 +146,7 @@ OF_RESCUES: dict[str, tuple[int, Fault]] = {
     "unable": (2, _survivor("able", False)),
     "deaf": (2, _survivor("deaf", True)),
     "bits": (2, _survivor("bits", "flipped")),
+    "late": (4, _survivor("late", True)),
 }
 
 

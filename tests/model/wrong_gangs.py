@@ -5,6 +5,7 @@ Each is a row of the table of wrong variants in the protocol, as the product's c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import ddpjob_contract as contract
 from ddpjob_operator.core.actions import Plan, WriteStatus
 from ddpjob_trainer.launcher.hub import hub as hub_
 from ddpjob_trainer.launcher.hub.hub import Hub
-from ddpjob_trainer.launcher.hub.messages import Hello, Key
+from ddpjob_trainer.launcher.hub.messages import Hello, Key, Message, Stop
 from ddpjob_trainer.launcher.hub.rounds import History
 from ddpjob_trainer.launcher.hub.seats import Seats
 from ddpjob_trainer.launcher.local_round import Parked, Stopping
@@ -215,6 +216,14 @@ class AsksBeforeTheCauseIsKnown(Launcher):
             return self._stop(now) if self._left else super().tick(now)
 
     hub_class = _in_phase(_Runs)
+
+
+class ForgetsRank0(Launcher):
+    """Its hub lets a survivor save a step in whose body rank 0 has died."""
+
+    def _post(self, post: Callable[[int, Message], None], seat: int, message: Message) -> None:
+        asks = isinstance(message, Stop) and message.rescue == "write"
+        super()._post(post, seat, replace(message, word="") if asks else message)
 
 
 class BelievesTheWriter(Launcher):
