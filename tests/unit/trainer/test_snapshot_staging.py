@@ -13,6 +13,7 @@ from torch.distributed import TCPStore
 
 from ddpjob_trainer.environment import SnapshotSettings
 from ddpjob_trainer.gpu.accelerator import Accelerator
+from ddpjob_trainer.snapshot import manager
 from ddpjob_trainer.snapshot.manager import SnapshotManager
 from ddpjob_trainer.snapshot.ondisk.files import SnapshotFiles
 from ddpjob_trainer.snapshot.save import layout
@@ -176,3 +177,19 @@ def test_the_status_names_what_was_read_back_or_uploaded(tmp_path, ends, url, na
     assert snapshots.newest == 50
     snapshots.receive([51.0, 51.0, 51.0, 0.0, 0.0])
     assert [call.args[0] for call in progress.saved.call_args_list] == named
+
+
+@pytest.mark.parametrize(("rescued", "named"), [({}, 11), ({"rank": 1, "newest": 8}, 8)])
+def test_a_rescue_is_no_progress(monkeypatch, tmp_path, rescued, named):
+    """Else a failure at the same step would be met for ever."""
+    manifest: Any = SimpleNamespace(config={"rescued": rescued} if rescued else {})
+    found: Any = SimpleNamespace(source=SimpleNamespace(step=11, manifest=manifest))
+    monkeypatch.setattr(manager, "resume", lambda *_: found)
+    monkeypatch.setattr(manager, "compare_configs", Mock())
+    monkeypatch.setattr(SnapshotManager, "_open", Mock())
+    progress = Mock()
+    settings = SnapshotSettings(tmp_path, 25, 2, resume=True)
+    snapshots = SnapshotManager(settings, Mock(rank=1), progress)
+    assert snapshots.restore(Mock(), {}, 1) == (11, manifest.config)
+    progress.saved.assert_called_once_with(named)
+    assert (snapshots.made, snapshots.newest) == (11, named)
