@@ -1,12 +1,9 @@
 """Level elastic: one hash at worlds 1, 2, 3, 4, 5 and 8, and over changes between them."""
 
-import os
 import random
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +14,7 @@ import ddpjob_trainer as ddp
 from ddpjob_trainer.telemetry.progress import Progress
 from support.busy import busy_machine
 from support.snapshots import await_snapshot
+from support.stand import Stand
 
 STEPS = 10
 SEEDS = (2, 15, 38)  # drawn are kills at steps 1 5 9, 0 0 3 and 6 6 8
@@ -47,30 +45,24 @@ class Net(nn.Module):
         return self.last(x + self.frozen(x))
 
 
-@dataclass
-class Training:
-    directory: Path
-    level: str = "elastic"
-    shards: int = 8
-    micro_batches: int = 1
+_draw = torch.Generator().manual_seed(3)
+DATA = TensorDataset(
+    torch.randn(200, 48, generator=_draw), torch.randint(0, 10, (200,), generator=_draw)
+)
+
+
+@dataclass(kw_only=True)
+class Training(Stand, total_steps=STEPS, global_batch=48, level="elastic", shards=8):
     bf16: bool = False
     plain: bool = False  # nothing but the order of additions can make a difference
-    stop: Callable[[int, int], bool] = lambda rank, index: False
 
-    def __call__(self, rank: int) -> None:
-        self._record_losses(rank)
-        torch.manual_seed(3)
-        inputs, targets = torch.randn(200, 48), torch.randint(0, 10, (200,))
-        run = ddp.start(
-            total_steps=STEPS, global_batch=48, seed=5, level=self.level, shards=self.shards,
-            micro_batches=self.micro_batches,
-            snapshots=ddp.Snapshots(directory=self.directory / "snapshots", every=2),
-        )  # fmt: skip
+    def train(self, run: ddp.Run) -> None:
+        self._record_losses(run.rank)
         model = Net(plain=self.plain)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
         wrapped, _ = run.prepare(model, optimizer, scheduler=scheduler, clip_grad_norm=0.5)
-        for step in run.steps(TensorDataset(inputs, targets)):
+        for step in run.steps(DATA):
             if step.index and step.index % 2 == 0:
                 await_snapshot(max((self.directory / "snapshots").glob("0*")), step.index)
             before = torch.rand(())  # what is drawn outside of shards is equal on all ranks, too
@@ -78,18 +70,11 @@ class Training:
                 with torch.autocast("cpu", torch.bfloat16, enabled=self.bf16):
                     loss = nn.functional.cross_entropy(wrapped(x).float(), y)
                 step.backward(loss)
-            if self.stop(rank, step.index):
-                if step.index >= 2:
-                    newest = max((self.directory / "snapshots").glob("0*"))
-                    await_snapshot(newest, step.index // 2 * 2)
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.may_die(run, step.index)
             step.commit()
             with torch.no_grad():  # at another level the ranks would drift apart
                 model.first.bias += (0 if self.plain else 1e-3) * (before + torch.randn(()))
             assert model.never.weight.grad is None
-        run.finish()
-        result = f"{run.weights_sha256()} {run.state_sha256()}"
-        (self.directory / f"result-{rank}").write_text(result)
 
     def _record_losses(self, rank: int) -> None:
         """The step's loss as the run itself gives it out."""
@@ -103,16 +88,11 @@ class Training:
         Progress.stepped = stepped  # type: ignore[method-assign]
 
 
-def fresh(path: Path, **options: object) -> Training:
-    path.mkdir()
-    return Training(path, **options)  # type: ignore[arg-type]
-
-
 def result(gang, training: Training, world: int) -> tuple[str, dict[str, str]]:  # type: ignore[no-untyped-def]
     """Hashes and losses, equal on all ranks."""
     codes = gang.run(training, world=world)
     assert codes == dict.fromkeys(range(world), 0), "\n".join(map(gang.log, range(world)))
-    hashes = {(training.directory / f"result-{rank}").read_text() for rank in range(world)}
+    hashes = set(training.results(world))
     assert len(hashes) == 1, f"the ranks of a world of {world} disagree"
     losses: dict[str, str] = {}
     for path in training.directory.glob("losses-*"):
@@ -127,12 +107,12 @@ def result(gang, training: Training, world: int) -> tuple[str, dict[str, str]]: 
     ("worlds", "options"),
     [
         pytest.param((1, 2, 3, 4, 5, 8), {}, marks=pytest.mark.tier("all")),
-        ((1, 4, 5), {"shards": 6, "micro_batches": 2, "bf16": True}),
+        ((1, 4, 5), {"start": {"shards": 6, "micro_batches": 2}, "bf16": True}),
     ],
 )
 @pytest.mark.fault("T9")
 def test_one_hash_at_any_world_size(gang, tmp_path, worlds, options):
-    found = {w: result(gang, fresh(tmp_path / f"w{w}", **options), w) for w in worlds}
+    found = {w: result(gang, Training(tmp_path / f"w{w}", **options), w) for w in worlds}
     assert all(one == found[worlds[0]] for one in found.values()), found
 
 
@@ -141,31 +121,31 @@ def test_the_order_of_additions_alone_makes_a_difference(gang, tmp_path, level, 
     """Proves that the comparison above can fail."""
     found = set()
     for world in (1, 3, 4):
-        training = fresh(tmp_path / f"w{world}", level=level, plain=True)
+        training = Training(tmp_path / f"w{world}", {"level": level}, plain=True)
         gang.run(training, world=world)
-        found |= {(training.directory / f"result-{r}").read_text().split()[0] for r in range(world)}
+        found |= {one.split()[0] for one in training.results(world)}
     assert len(found) == weights
 
 
 @pytest.mark.fault("T9")
 def test_from_4_to_3_to_1_to_4_ranks_equals_undisturbed(gang, tmp_path):
     """Each is killed at any step that it makes, the first and the last included."""
-    undisturbed = result(gang, fresh(tmp_path / "undisturbed"), 3)
+    undisturbed = result(gang, Training(tmp_path / "undisturbed"), 3)
     for seed in SEEDS:
         draw = random.Random(seed)
-        training = fresh(tmp_path / f"disturbed-{seed}")
+        training = Training(tmp_path / f"disturbed-{seed}")
         gang.directory = training.directory  # logs of its own
         resumed, told = 0, ""
         for world in (4, 3, 1):
             victim = draw.randrange(world)
             at = draw.randint(resumed, STEPS - 1)
-            training.stop = lambda rank, index, victim=victim, at=at: (rank, index) == (victim, at)  # type: ignore[misc]
+            training.die = (victim, at)
             codes = gang.run(training, world=world)
             assert codes == {r: -9 if r == victim else 75 for r in range(world)}, gang.log(0)
             told += f"resuming after step {resumed};" * (resumed > 0)
             assert ";".join([*re.findall("resuming after step \\d+", gang.log(0)), ""]) == told
             resumed = at // 2 * 2
-        training.stop = lambda rank, index: False
+        training.die = None
         with busy_machine():
             assert result(gang, training, 4) == undisturbed, f"seed {seed}"
         assert "warning" not in gang.log(0)
@@ -229,7 +209,7 @@ def test_what_cannot_be_elastic_is_refused(gang, layer, words):
 
 
 def test_another_number_of_shards_is_another_run(gang, tmp_path):
-    result(gang, fresh(tmp_path / "t"), 1)
-    other = Training(tmp_path / "t", shards=4)
+    result(gang, Training(tmp_path / "t"), 1)
+    other = Training(tmp_path / "t", {"shards": 4})
     assert gang.run(other) == {0: 64, 1: 64, 2: 64}
     assert "made with shards=8, now it is 4" in gang.log(0)

@@ -1,9 +1,6 @@
 """Runs that are counted in epochs, and small state that decides about training."""
 
 import math
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +9,14 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import ddpjob_trainer as ddp
-from support.snapshots import await_snapshot
+from support.stand import ALL_0, Stand, resumed
 
 DATA = TensorDataset(torch.randn(64, 4, generator=torch.Generator().manual_seed(1)))
-EPOCHS, LENGTH = 4, 10  # 64 // 6
+EPOCHS = 4  # of 10 steps
 
 
-def train(directory: Path, *, die: int = -1) -> Any:
-    def program(rank: int) -> None:
-        snapshots = ddp.Snapshots(directory=directory / "s", every=7)
-        run = ddp.start(epochs=EPOCHS, global_batch=6, snapshots=snapshots)
+class Training(Stand, every=7, epochs=EPOCHS, global_batch=6):
+    def train(self, run: ddp.Run) -> str:
         net = nn.Sequential(nn.Linear(4, 300), nn.Dropout(0.2), nn.Tanh(), nn.Linear(300, 2))
         optimizer = torch.optim.AdamW(net.parameters(), 0.05)
         model, _ = run.prepare(net, optimizer, bucket_cap_mb=0.001)
@@ -29,9 +24,7 @@ def train(directory: Path, *, die: int = -1) -> Any:
         for step in run.steps(DATA):
             for (x,) in step.batches:
                 step.backward(model(x).pow(2).mean() * 0.5**state.bad)
-            if step.index == die and rank == 1:
-                await_snapshot(max((directory / "s").glob("0*")), 21)
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.may_die(run, step.index)
             step.commit()
             if step.ends_epoch:
                 value = run.evaluate(DATA, lambda net, batch: net(batch[0]).pow(2).sum())
@@ -41,31 +34,19 @@ def train(directory: Path, *, die: int = -1) -> Any:
                     state.best = value
                 else:
                     state.bad += 1
-        run.finish()
-        told = f"{run.finished_steps} {state} {run.weights_sha256()} {run.state_sha256()}"
-        (directory / f"result-{rank}").write_text(told)
-
-    directory.mkdir(exist_ok=True)
-    return program
-
-
-def results(directory: Path) -> set[str]:
-    return {path.read_text() for path in directory.glob("result-*")}
+        return f"{run.finished_steps} {state}"
 
 
 @pytest.mark.fault("T1")
 def test_killed_in_the_midst_of_an_epoch_equals_undisturbed(gang, tmp_path):
-    undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
-    assert gang.run(train(undisturbed)) == dict.fromkeys(range(3), 0), gang.log(0)
-    assert gang.run(train(disturbed, die=25)) == {0: 75, 1: -9, 2: 75}
-    assert gang.run(train(disturbed)) == dict.fromkeys(range(3), 0), gang.log(0)
-    assert "resuming after step 21" in gang.log(0)
+    undisturbed, disturbed = (Training(tmp_path / name) for name in "ab")
+    assert gang.run(undisturbed) == ALL_0, gang.log(0)
+    results = resumed(gang, disturbed, (1, 25), 21)
     assert "step 40/40" in gang.log(0)  # as if total_steps had said so
     assert "carries" not in gang.log(0)
-    assert results(disturbed) == results(undisturbed)
-    result, *_ = results(disturbed)
-    assert "seen=(9, 19, 29, 39)" in result
-    assert "bad=0" not in result
+    assert results == undisturbed.results()
+    assert "seen=(9, 19, 29, 39)" in results[0]
+    assert "bad=0" not in results[0]
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]

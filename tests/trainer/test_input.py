@@ -17,12 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
 from support.rounds import alive
-from support.snapshots import await_snapshot
+from support.stand import ALL_0, Stand
 
-STEPS = 9
-EVERY = 3
 SAMPLES = 77
-ALL_0 = {0: 0, 1: 0, 2: 0}
 
 
 class Noise:
@@ -73,18 +70,12 @@ class Streaming(IterableDataset[dict[str, Any]]):
         self.at = state["at"]
 
 
-@dataclass
-class Training:
-    directory: Path
+@dataclass(kw_only=True)
+class Training(Stand, every=3, total_steps=9, global_batch=24):
     data: Callable[[ddp.Run, Path], Any]
     steps: dict[str, Any] = field(default_factory=dict)
-    start: dict[str, Any] = field(default_factory=dict)
-    die: tuple[int, int] | None = None  # rank, step
 
-    def __call__(self, rank: int) -> None:
-        self.directory.mkdir(exist_ok=True)
-        kept = ddp.Snapshots(directory=self.directory / "snapshots", every=EVERY)
-        run = ddp.start(total_steps=STEPS, global_batch=24, seed=5, snapshots=kept, **self.start)
+    def train(self, run: ddp.Run) -> int:
         torch.manual_seed(3)
         net = nn.Sequential(
             nn.Linear(48, 128), nn.ReLU(), nn.Dropout(0.3), nn.Linear(128, 128), nn.ReLU(),
@@ -98,16 +89,9 @@ class Training:
                 step.backward(loss * (1 + torch.rand(()) + random.random()))
             if run.options.level == "resume":
                 assert len(determinism.buckets(model)) > 1
-            if self.die == (rank, step.index):
-                await_snapshot(max((self.directory / "snapshots").glob("0*")), EVERY)
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.may_die(run, step.index)
             step.commit()
-        hashes = f"{run.weights_sha256()} {run.state_sha256()} {step.epoch}"
-        (self.directory / f"result-{rank}").write_text(hashes)
-        run.finish()
-
-    def outcome(self, world: int = 3) -> list[str]:
-        return [(self.directory / f"result-{rank}").read_text() for rank in range(world)]
+        return step.epoch
 
 
 def augmented(run: ddp.Run, directory: Path) -> Any:
@@ -129,14 +113,12 @@ class Same(IterableDataset[dict[str, Any]]):
         return iter([{"x": torch.full((48,), float(i)), "label": i % 10} for i in range(SAMPLES)])
 
 
-def killed_and_resumed(gang: Any, directory: Path, first: Training, then: Training) -> list[str]:
-    first.directory = then.directory = directory
+def killed_and_resumed(gang: Any, first: Training, then: Training) -> list[str]:
     first.die = (1, 4)
-    codes = gang.run(first)
-    assert codes[1] == -signal.SIGKILL
+    assert gang.run(first)[1] == -signal.SIGKILL
     assert gang.run(then) == ALL_0, gang.log(0)
     assert "resuming after step 3" in gang.log(0)
-    return then.outcome()
+    return then.results()
 
 
 def processes_of(directory: Path) -> list[int]:
@@ -145,46 +127,45 @@ def processes_of(directory: Path) -> list[int]:
 
 def test_workers_change_no_bit_and_die_with_their_rank(gang, tmp_path, wait_until):
     micro = {"micro_batches": 2}
-    plain = Training(tmp_path / "plain", augmented, start=micro)
+    plain = Training(tmp_path / "plain", micro, data=augmented)
     assert gang.run(plain) == ALL_0, gang.log(0)
     assert len(processes_of(plain.directory)) == 3  # the ranks themselves
     for counts in ((4, 2), (0, 4)):
         directory = tmp_path / f"{counts}"
         first, then = (
-            Training(directory, augmented, {"workers": count, "prefetch": 3}, micro)
+            Training(directory, micro, data=augmented, steps={"workers": count, "prefetch": 3})
             for count in counts
         )
-        assert killed_and_resumed(gang, directory, first, then) == plain.outcome()
+        assert killed_and_resumed(gang, first, then) == plain.results()
         workers = processes_of(directory)
         assert len(workers) == sum(3 * (count or 1) for count in counts)
         wait_until(lambda found=workers: not any(map(alive, found)), "all workers are gone")
-    first, then = (Training(tmp_path, loader, start=micro) for _ in range(2))
-    assert killed_and_resumed(gang, tmp_path / "loader", first, then) == plain.outcome()
+    first, then = (Training(tmp_path / "loader", micro, data=loader) for _ in range(2))
+    assert killed_and_resumed(gang, first, then) == plain.results()
 
 
 def test_at_level_elastic_neither_workers_nor_the_world_size_change_a_bit(gang, tmp_path):
     elastic = {"level": "elastic", "shards": 4}
-    three = Training(tmp_path / "three", augmented, {"workers": 1}, elastic)
+    three = Training(tmp_path / "three", elastic, data=augmented, steps={"workers": 1})
     assert gang.run(three) == ALL_0, gang.log(0)
-    two = Training(tmp_path / "two", augmented, {}, elastic)
+    two = Training(tmp_path / "two", elastic, data=augmented)
     assert gang.run(two, world=2) == {0: 0, 1: 0}, gang.log(0)
-    assert set(three.outcome()) == set(two.outcome(2))
+    assert set(three.results()) == set(two.results(2))
 
 
 def test_a_stream_with_state_goes_on_where_training_was(gang, tmp_path):
-    whole = Training(tmp_path / "whole", streaming)
+    whole = Training(tmp_path / "whole", data=streaming)
     assert gang.run(whole) == ALL_0, gang.log(0)
     directory = tmp_path / "killed"
-    first, then = Training(directory, streaming), Training(directory, streaming)
-    assert killed_and_resumed(gang, directory, first, then) == whole.outcome()
-    other = Training(directory, streaming)
+    first, then, other = (Training(directory, data=streaming) for _ in range(3))
+    assert killed_and_resumed(gang, first, then) == whole.results()
     assert set(gang.run(other, world=2).values()) == {64}
     assert "made with world_size=3, now it is 2: each has its own stream" in gang.log(0)
-    shuffled = Training(directory, augmented)
+    shuffled = Training(directory, data=augmented)
     assert set(gang.run(shuffled).values()) == {64}
     assert "made with order=stream, now it is shuffled" in gang.log(0)
     assert "must read its own share" not in gang.log(0)
-    assert gang.run(Training(tmp_path / "shared", lambda run, directory: Same())) == ALL_0
+    assert gang.run(Training(tmp_path / "shared", data=lambda run, directory: Same())) == ALL_0
     assert "all 3 processes read the same batch from their streams" in gang.log(0)
 
 
@@ -209,6 +190,6 @@ class Deadly(Augmented):
     ],
 )
 def test_an_error_of_the_dataset_or_a_dead_worker_is_told(gang, tmp_path, kind, workers, said):
-    program = Training(tmp_path / "b", lambda run, directory: kind(), {"workers": workers})
+    program = Training(tmp_path / "b", data=lambda *_: kind(), steps={"workers": workers})
     assert gang.run(program, world=1) == {0: 1}
     assert [words for words in said if words not in gang.log(0)] == []

@@ -1,10 +1,7 @@
 """A loss or gradient that is not finite: all ranks stop, skip or go on, and alike."""
 
 import math
-import os
-import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,30 +10,19 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from support.snapshots import await_snapshot
+from support.stand import ALL_0, Stand, resumed
 
 STEPS = 8
 ALL_70 = {0: 70, 1: 70, 2: 70}
-ALL_0 = {0: 0, 1: 0, 2: 0}
 
 
-@dataclass
-class Training:
-    directory: Path
-    policy: str = "stop"
-    level: str = "resume"
+@dataclass(kw_only=True)
+class Training(Stand, total_steps=STEPS, global_batch=48):
     bad: tuple[int, int] = (1, 4)  # rank, index of the step
     how: str = "loss"
     clip: float | None = None
-    micro_batches: int = 1
-    die: tuple[int, int] | None = None
 
-    def __call__(self, rank: int) -> None:
-        torch.manual_seed(3)
-        run = ddp.start(
-            total_steps=STEPS, global_batch=48, level=self.level, nan_policy=self.policy,
-            micro_batches=self.micro_batches,
-            snapshots=ddp.Snapshots(directory=self.directory / "snapshots", every=2),
-        )  # fmt: skip
+    def train(self, run: ddp.Run) -> str:
         model = nn.Sequential(nn.Linear(32, 96), nn.Dropout(0.2), nn.ReLU(), nn.Linear(96, 8))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -50,21 +36,17 @@ class Training:
             first = True
             for x, y in step.batches:
                 loss = nn.functional.cross_entropy(wrapped(x), y)
-                if first and (rank, step.index) == self.bad:
+                if first and (run.rank, step.index) == self.bad:
                     loss = self._spoil(loss, model)
                 first = False
                 step.backward(loss)
-            if (rank, step.index) == self.die:
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.may_die(run, step.index)
             step.commit()
             if self.how == "parameter" and step.index == self.bad[1] - 1:
                 with torch.no_grad():
                     model[3].weight[0, 0] = math.inf
-        run.finish()
         finite = all(bool(p.isfinite().all()) for p in model.parameters())
-        (self.directory / f"result-{rank}").write_text(
-            f"{run.weights_sha256()} {run.state_sha256()} {scheduler.last_epoch} {finite}"
-        )
+        return f"{scheduler.last_epoch} {finite}"
 
     def _spoil(self, loss: torch.Tensor, model: nn.Module) -> torch.Tensor:
         if self.how == "loss":
@@ -74,9 +56,6 @@ class Training:
         if self.how == "gradient":  # the root's slope at 0 is infinite, and 0 * inf is NaN
             return loss + (model[3].weight * 0).sum().sqrt()
         return loss
-
-    def results(self) -> list[list[str]]:
-        return [(self.directory / f"result-{rank}").read_text().split() for rank in range(3)]
 
     def snapshots(self) -> set[str]:
         return {p.stem.split("-")[1].lstrip("0") for p in self.directory.glob("*/*/step-*.json")}
@@ -95,7 +74,7 @@ class Training:
 @pytest.mark.fault("T8")
 def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words):
     clip = 1.0 if how == "gradient" else None
-    training = Training(tmp_path, level=level, how=how, clip=clip)
+    training = Training(tmp_path, {"level": level}, how=how, clip=clip)
     assert gang.run(training) == ALL_70
     for rank in range(3):
         assert words in gang.log(rank)
@@ -106,23 +85,14 @@ def test_stop_ends_all_ranks_before_the_update(gang, tmp_path, level, how, words
 @pytest.mark.parametrize(("how", "micro", "clip"), [("loss alone", 2, None), ("gradient", 1, 0.1)])
 @pytest.mark.fault("T8")
 def test_skip_leaves_one_update_out_and_resumes_exactly(gang, tmp_path, level, how, micro, clip):
-    def fresh(name: str) -> Training:
-        (tmp_path / name).mkdir()
-        return Training(tmp_path / name, "skip", level, how=how, clip=clip, micro_batches=micro)
-
-    undisturbed = fresh("undisturbed")
-    assert gang.run(undisturbed) == ALL_0, gang.log(0)
+    start = {"nan_policy": "skip", "level": level, "micro_batches": micro}
+    calm, wild = (Training(tmp_path / name, start, how=how, clip=clip) for name in "ab")
+    assert gang.run(calm) == ALL_0, gang.log(0)
     assert gang.log(0).count("The update is skipped, number 1") == 1
-    results = undisturbed.results()
+    results = [result.split() for result in calm.results()]
     assert len({result[0] for result in results}) == 1
     assert results[0][2:] == [str(STEPS - 1), "True"]
-    disturbed = fresh("disturbed")
-    disturbed.die = (2, 5)
-    assert gang.run(disturbed) == {0: 75, 1: 75, 2: -9}
-    disturbed.die = None
-    assert gang.run(disturbed) == ALL_0
-    assert "resuming after step 4" in gang.log(0)
-    assert disturbed.results() == results
+    assert resumed(gang, wild, (2, 5), 4) == calm.results()
 
 
 def test_skip_leaves_no_trace_in_batch_norm(gang, tmp_path):
@@ -175,8 +145,8 @@ def test_gradients_that_one_rank_alone_has_spoilt_end_all_and_name_it(gang, case
 
 
 def test_skip_stops_when_no_update_can_help_and_ignore_is_plain_pytorch(gang, tmp_path):
-    assert gang.run(Training(tmp_path / "skip", "skip", how="parameter")) == ALL_70
+    assert gang.run(Training(tmp_path / "skip", {"nan_policy": "skip"}, how="parameter")) == ALL_70
     assert "Parameter '3.weight' was not finite already" in gang.log(2)
-    training = Training(tmp_path, "ignore", how="gradient")
+    training = Training(tmp_path, {"nan_policy": "ignore"}, how="gradient")
     assert gang.run(training) == ALL_0
-    assert {result[3] for result in training.results()} == {"False"}
+    assert {result.split()[3] for result in training.results()} == {"False"}

@@ -3,6 +3,7 @@
 The device is a stand-in, see support.queued; three ranks train on it, over gloo.
 """
 
+import ast
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import re
 import signal
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,10 +26,10 @@ from ddpjob_trainer.gpu import accelerator
 from ddpjob_trainer.snapshot.ondisk import manifest
 from support.queued import Queued
 from support.snapshots import await_snapshot
+from support.stand import ALL_0, Stand
 from support.tiers import some_in_gate
 
 STEPS = 12
-ALL_0 = dict.fromkeys(range(3), 0)
 ALL_70 = dict.fromkeys(range(3), 70)
 
 
@@ -44,29 +45,23 @@ class Looks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass
-class Training:
-    directory: Path
-    level: str = "resume"
-    policy: str = "stop"
-    every: int = 4
-    options: dict[str, Any] = field(default_factory=dict)
+@dataclass(kw_only=True)
+class Training(Stand, every=4, total_steps=STEPS, global_batch=48, shards=6, check_every=100):
+    prepare: dict[str, Any] = field(default_factory=dict)
     weighted: bool = False
     bad: int = -1  # index of a step whose loss is NaN on rank 1
-    die: tuple[int, int] = (-1, -1)
     stop: int = -1  # index of a step in which rank 1 gets SIGTERM
     ask: bool = False  # rank 0 alone asks for each step's loss
+    kept = MappingProxyType({"staging": "thread"})
 
-    def __call__(self, rank: int) -> None:
-        run = ddp.start(
-            total_steps=STEPS, global_batch=48, level=self.level, nan_policy=self.policy, seed=5,
-            shards=6, check_every=100, logging=ddp.Logging(events=self.directory / "events"),
-            snapshots=ddp.Snapshots(directory=self.directory / "snapshots", every=self.every,
-                                    staging="thread"),
-        )  # fmt: skip
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.start = {"logging": ddp.Logging(events=self.directory / "events")} | self.start
+
+    def train(self, run: ddp.Run) -> object:
         model = nn.Sequential(nn.Linear(32, 96), nn.Dropout(0.2), nn.ReLU(), nn.Linear(96, 8))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.01, **self.options)
+        wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.01, **self.prepare)
         data = TensorDataset(torch.randn(96, 32), torch.randint(0, 8, (96,)))
         device = accelerator.of(torch.device("cpu"))
         looks: dict[int, int] = {}
@@ -74,37 +69,33 @@ class Training:
             for step in run.steps(data):
                 looks[step.index] = looked.count
                 before = len(device.waits) if isinstance(device, Queued) else 0
-                self._train(rank, step, run, wrapped)
+                self._step(step, run, wrapped)
                 if isinstance(device, Queued):
                     looked.count += len(device.waits) - before
         # Elastic keeps no buckets, which it never uses.
-        assert hasattr(wrapped.reducer, "_get_zeros_like_grad_buckets") == (self.level == "resume")
+        kept = run.options.level == "resume"
+        assert hasattr(wrapped.reducer, "_get_zeros_like_grad_buckets") == kept
         looks = {n: looks[n + 1] - count for n, count in looks.items() if n and n + 1 in looks}
-        run.finish()
-        waits = device.waits if isinstance(device, Queued) else []
-        (self.directory / f"result-{rank}").write_text(
-            json.dumps([run.weights_sha256(), run.state_sha256(), looks, waits])
-        )
+        return [looks, device.waits if isinstance(device, Queued) else []]
 
-    def _train(self, rank: int, step: Any, run: ddp.Run, wrapped: nn.Module) -> None:
-        if rank == 1 and step.index == self.stop:
+    def _step(self, step: Any, run: ddp.Run, wrapped: nn.Module) -> None:
+        if run.rank == 1 and step.index == self.stop:
             os.kill(os.getpid(), signal.SIGTERM)
         for x, y in step.batches:
             loss = nn.functional.cross_entropy(wrapped(x), y)
-            if rank == 1 and step.index == self.bad:
+            if run.rank == 1 and step.index == self.bad:
                 loss = loss * math.nan
             step.backward(loss, weight=len(x) if self.weighted else None)
         run.log({"doubled": loss.detach() * 2})
         step.commit()
-        if self.ask and rank == 0:
+        if self.ask and run.rank == 0:
             assert math.isfinite(step.loss)
         if step.index and step.index % self.every == 0:
             await_snapshot(max((self.directory / "snapshots").glob("0*")), step.index)
-        if (rank, step.index) == self.die:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.may_die(run, step.index)
 
-    def results(self) -> list[Any]:
-        return [json.loads((self.directory / f"result-{rank}").read_text()) for rank in range(3)]
+    def hashes(self) -> list[list[str]]:
+        return [result.split()[:2] for result in self.results()]
 
     def told(self) -> list[Any]:
         """What the event log holds, but for times."""
@@ -131,24 +122,19 @@ def queued(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     return use
 
 
-def fresh(path: Path, **changes: Any) -> Training:
-    path.mkdir()
-    return Training(path, **changes)
-
-
 @pytest.mark.parametrize("level", some_in_gate(["resume", "elastic"], "resume"))
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"weighted": True, "options": {"clip_grad_norm": 0.5}}, {"options": {"ema": 0.9}}],
+    [{}, {"weighted": True, "prepare": {"clip_grad_norm": 0.5}}, {"prepare": {"ema": 0.9}}],
     ids=["plain", "weighted", "ema"],
 )
 def test_equal_bits_and_words(gang, tmp_path, queued, level, changes):
-    usual = fresh(tmp_path / "usual", level=level, **changes)
+    usual = Training(tmp_path / "usual", {"level": level}, **changes)
     assert gang.run(usual) == ALL_0, gang.log(0)
     queued()
-    later = fresh(tmp_path / "later", level=level, ask=True, **changes)
+    later = Training(tmp_path / "later", {"level": level}, ask=True, **changes)
     assert gang.run(later) == ALL_0, gang.log(0)
-    assert [r[:2] for r in later.results()] == [r[:2] for r in usual.results()]
+    assert later.hashes() == usual.hashes()
     assert later.told() == usual.told()
     assert len(later.told()) == 2 * STEPS
 
@@ -157,10 +143,12 @@ def test_equal_bits_and_words(gang, tmp_path, queued, level, changes):
 def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued, readings):
     """``readings`` in each step: of what the ranks exchange, and for the record of steps."""
     queued()
-    training = fresh(tmp_path / "later", every=100)
+    training = Training(tmp_path / "later")
+    training.every = 100
     env = {REPLAY_DIR: str(tmp_path / "replay")} if readings == 2 else {}
     assert gang.run(training, env=env) == ALL_0, gang.log(0)
-    for *_, looks, waits in training.results():
+    for result in training.results():
+        looks, waits = ast.literal_eval(result.split(" ", 2)[2])
         assert list(looks.values()) == [0] * (STEPS - 2), looks
         # The first and the last step are waited for; behind all others lies their update and the
         # whole next step: its begin, batch, forward, backward, what was measured, update.
@@ -171,16 +159,16 @@ def test_nothing_waits_for_what_has_just_been_queued(gang, tmp_path, queued, rea
 @pytest.mark.parametrize("level", some_in_gate(["resume", "elastic"], "resume"))
 def test_a_kill_and_a_resume(gang, tmp_path, queued, level):
     queued()
-    undisturbed = fresh(tmp_path / "undisturbed", level=level)
+    undisturbed = Training(tmp_path / "undisturbed", {"level": level})
     assert gang.run(undisturbed) == ALL_0, gang.log(0)
-    disturbed = fresh(tmp_path / "disturbed", level=level, die=(2, 6))
+    disturbed = Training(tmp_path / "disturbed", {"level": level}, die=(2, 6))
     env = {REPLAY_DIR: str(tmp_path / "replay")}
     assert gang.run(disturbed, env=env) == {0: 75, 1: 75, 2: -9}
-    disturbed.die = (-1, -1)
+    disturbed.die = None
     assert gang.run(disturbed, env=env) == ALL_0, gang.log(0)
     assert "resuming after step 4" in gang.log(0)
     assert re.findall("restart proven: steps 5 to [56] again", gang.log(0))
-    assert [r[:2] for r in disturbed.results()] == [r[:2] for r in undisturbed.results()]
+    assert disturbed.hashes() == undisturbed.hashes()
     assert disturbed.told()[-1] == undisturbed.told()[-1]
     if level == "resume":  # what the order of sums was is in the snapshot
         path = next(disturbed.directory.glob("*/*/step-*12.json"))
@@ -195,7 +183,7 @@ def test_a_drill_leaves_no_step_out_of_the_record(gang, tmp_path, queued):
         REPLAY_DIR: str(tmp_path / "replay"),
         ROUND_DRILL: f"Always {os.getpid()} {time.monotonic()}",
     }
-    training = fresh(tmp_path / "drilled")
+    training = Training(tmp_path / "drilled")
     assert gang.run(training, env=env) == dict.fromkeys(range(3), 75), gang.log(0)
     env["TORCHELASTIC_RESTART_COUNT"] = "1"
     assert gang.run(training, env=env) == ALL_0, gang.log(0)
@@ -207,7 +195,7 @@ def test_a_drill_leaves_no_step_out_of_the_record(gang, tmp_path, queued):
 def test_a_loss_that_is_not_finite_ends_all_before_a_snapshot_holds_it(gang, tmp_path, queued, bad):
     """3 is followed by a snapshot, 5 by a step, the last one by nothing."""
     queued()
-    training = fresh(tmp_path / "bad", bad=bad)
+    training = Training(tmp_path / "bad", bad=bad)
     assert gang.run(training) == ALL_70, gang.log(0)
     for rank in range(3):
         log = gang.log(rank)
@@ -217,18 +205,18 @@ def test_a_loss_that_is_not_finite_ends_all_before_a_snapshot_holds_it(gang, tmp
 
 
 def test_skip_asks_before_each_update(gang, tmp_path, queued):
-    usual = fresh(tmp_path / "usual", policy="skip", bad=5)
+    usual = Training(tmp_path / "usual", {"nan_policy": "skip"}, bad=5)
     assert gang.run(usual) == ALL_0, gang.log(0)
     queued()
-    later = fresh(tmp_path / "later", policy="skip", bad=5)
+    later = Training(tmp_path / "later", {"nan_policy": "skip"}, bad=5)
     assert gang.run(later) == ALL_0, gang.log(0)
-    assert [r[:2] for r in later.results()] == [r[:2] for r in usual.results()]
+    assert later.hashes() == usual.hashes()
     assert gang.log(0).count("The update is skipped, number 1") == 2, "of both runs"
 
 
 def test_sigterm_ends_in_a_snapshot(gang, tmp_path, queued):
     queued()
-    training = fresh(tmp_path / "stopped", stop=5)
+    training = Training(tmp_path / "stopped", stop=5)
     codes = gang.run(training)
     assert codes == {0: 75, 1: 128 + signal.SIGTERM, 2: 75}, gang.log(0)
     assert 6 in training.steps()

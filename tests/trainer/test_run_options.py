@@ -3,9 +3,7 @@
 What is compared with the undisturbed run runs on a busy machine: the two may differ in nothing.
 """
 
-import os
 import shutil
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
-from support.snapshots import await_snapshot
+from support.stand import ALL_0, Stand
 from support.tiers import some_in_gate
 
 STEPS = 8
@@ -103,23 +101,22 @@ class Learned:
         return orders[epoch]
 
 
-@dataclass
-class Training:
-    directory: Path
-    start: dict[str, Any] = field(default_factory=dict)
+_draw = torch.Generator().manual_seed(3)
+DATA = TensorDataset(
+    torch.randn(SAMPLES, 48, generator=_draw), torch.randint(0, 10, (SAMPLES,), generator=_draw)
+)
+
+
+@dataclass(kw_only=True)
+class Training(Stand, every=EVERY, total_steps=STEPS, global_batch=36):
     prepare: dict[str, Any] = field(default_factory=dict)
     net: Callable[[], nn.Module] = linears
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     bucket_cap_mb: float = 0.05
     weights: bool = False
     learned: int | None = None  # a sampler by the losses, with so many workers
-    die: tuple[int, int, int] | None = None  # rank, step, micro-batch
 
-    def __call__(self, rank: int) -> None:
-        torch.manual_seed(3)
-        data = TensorDataset(torch.randn(SAMPLES, 48), torch.randint(0, 10, (SAMPLES,)))
-        kept = ddp.Snapshots(directory=self.directory / "snapshots", every=EVERY)
-        run = ddp.start(total_steps=STEPS, global_batch=36, seed=5, snapshots=kept, **self.start)
+    def train(self, run: ddp.Run) -> None:
         model = self.net()
         optimizer = self.optimizer(model)
         prepare = dict(self.prepare)
@@ -131,19 +128,18 @@ class Training:
         wrapped, _ = run.prepare(
             model, optimizer, scheduler=scheduler, bucket_cap_mb=self.bucket_cap_mb, **prepare
         )
-        losses = (self.directory / f"losses-{rank}").open("a", buffering=1)
+        losses = (self.directory / f"losses-{run.rank}").open("a", buffering=1)
         sampler, given = Learned(), dict[str, Any]()
         if self.learned is not None:  # two steps an epoch: the snapshot is amid the second
             run.register("sampler", sampler.kept)
             given = {"sampler": sampler, "workers": self.learned}
-        for step in run.steps(data, **given):
+        for step in run.steps(DATA, **given):
             values = []
             for x, y in step.batches:
                 loss = nn.functional.cross_entropy(wrapped(x), y)
                 assert loss.dtype == torch.float32
-                if self.die == (rank, step.index, len(values)):
-                    await_snapshot(max((self.directory / "snapshots").glob("0*")), EVERY)
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if values:  # between micro-batches
+                    self.may_die(run, step.index)
                 step.backward(loss, weight=y.sum() if self.weights else None)
                 values.append(loss.item().hex())
             if run.options.level == "resume":
@@ -154,9 +150,6 @@ class Training:
             losses.write(f"{step.index} {' '.join(values)}\n")
         if "compile" in self.prepare:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing is compiled"
-        hashes = f"{run.weights_sha256()} {run.state_sha256()}"
-        (self.directory / f"result-{rank}").write_text(hashes)
-        run.finish()
 
     def outcome(self, world: int = 3) -> list[list[str]]:
         names = "result", "losses"
@@ -225,8 +218,8 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-#: Killed between micro-batches: rank, step, micro-batch. Others are ended between snapshots.
-DIE = {"micro_batches": (2, 4, 1)}
+#: Killed between micro-batches: rank, step. Others are ended between snapshots.
+DIE = {"micro_batches": (2, 4)}
 IN_GATE = (
     "micro_batches", "extra state, frozen on the way", "bf16, ema", "fp16 with overflows",
     "sampler that learns, workers", "elastic, fp16, ema, tail pad",
@@ -235,13 +228,12 @@ IN_GATE = (
 
 def both(
     gang: Any, tmp_path: Path, options: dict[str, Any], *, world: int = 3,
-    die: tuple[int, int, int] | None = None,
+    die: tuple[int, int] | None = None,
 ) -> list[Training]:  # fmt: skip
     """Run one undisturbed, and one that goes on with what a kill of all would leave of it."""
     undisturbed, disturbed = (Training(tmp_path / name, **options) for name in ("one", "other"))
-    undisturbed.directory.mkdir()
-    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    shutil.copytree(undisturbed.directory, disturbed.directory)
+    assert gang.run(undisturbed) == ALL_0, gang.log(0)
+    shutil.copytree(undisturbed.directory, disturbed.directory, dirs_exist_ok=True)
     disturbed.forget_after(EVERY)
     if die is not None:
         disturbed.die = die

@@ -1,12 +1,9 @@
 """Several models, several optimizers, several losses: the mean over all ranks, and exact resume."""
 
-import os
 import re
-import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +13,10 @@ from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
 from ddpjob_trainer.gradients import determinism
-from support.snapshots import await_snapshot
+from support.stand import ALL_0, Stand, resumed
 from support.tiers import some_in_gate
 
-STEPS = 8
 EVERY = 3
-ALL_0 = {0: 0, 1: 0, 2: 0}
 bce = nn.functional.binary_cross_entropy_with_logits
 
 #: One step, from a batch on: what a script writes within its loop.
@@ -169,38 +164,22 @@ def losses(kind: str) -> Callable[[ddp.Run], tuple[Body, list[nn.Module]]]:
     return two
 
 
-@dataclass
-class Training:
-    directory: Path
-    make: Callable[[ddp.Run], tuple[Body, list[nn.Module]]]
-    start: dict[str, Any] = field(default_factory=dict)
-    die: tuple[int, int] | None = None  # rank, index of the step
+DATA = TensorDataset(torch.randn(110, 16, generator=torch.Generator().manual_seed(3)))
 
-    def __call__(self, rank: int) -> None:
-        torch.manual_seed(3)
-        data = TensorDataset(torch.randn(110, 16))
-        kept = ddp.Snapshots(directory=self.directory / "snapshots", every=EVERY)
-        run = ddp.start(
-            total_steps=STEPS, global_batch=36, seed=5, snapshots=kept, **self.start,
-            check_every=1,  # the ranks hold the same parameters after each step
-        )  # fmt: skip
+
+@dataclass(kw_only=True)
+class Training(Stand, every=EVERY, total_steps=8, global_batch=36, check_every=1):
+    """The ranks hold the same parameters after each step."""
+
+    make: Callable[[ddp.Run], tuple[Body, list[nn.Module]]]
+
+    def train(self, run: ddp.Run) -> None:
         body, models = self.make(run)
-        for step in run.steps(data):
-            if (rank, step.index) == self.die:
-                await_snapshot(max((self.directory / "snapshots").glob("0*")), EVERY)
-                os.kill(os.getpid(), signal.SIGKILL)
+        for step in run.steps(DATA):
+            self.may_die(run, step.index)
             body(step)
             step.commit()
-        hashes = f"{run.weights_sha256()} {run.state_sha256()}"
-        (self.directory / f"result-{rank}").write_text(hashes)
-        torch.save([net.state_dict() for net in models], self.directory / f"weights-{rank}")
-        run.finish()
-
-    def outcome(self) -> list[str]:
-        return [(self.directory / f"result-{rank}").read_text() for rank in range(3)]
-
-    def weights(self) -> list[dict[str, torch.Tensor]]:
-        return torch.load(self.directory / "weights-0")  # type: ignore[no-any-return]
+        torch.save([net.state_dict() for net in models], self.directory / f"weights-{run.rank}")
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -223,15 +202,8 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", some_in_gate(CASES, "gan", "muon, elastic"))
 def test_killed_and_resumed_is_undisturbed_bit_for_bit(gang, tmp_path, case):
     undisturbed, disturbed = (Training(tmp_path / name, **CASES[case]) for name in "ab")
-    undisturbed.directory.mkdir()
     assert gang.run(undisturbed) == ALL_0, gang.log(0)
-    disturbed.directory.mkdir()
-    disturbed.die = (1, 5)
-    assert gang.run(disturbed) == {0: 75, 1: -9, 2: 75}, gang.log(0)
-    disturbed.die = None
-    assert gang.run(disturbed) == ALL_0, gang.log(0)
-    assert f"resuming after step {EVERY}" in gang.log(0)
-    assert disturbed.outcome() == undisturbed.outcome()
+    assert resumed(gang, disturbed, (1, 5), EVERY) == undisturbed.results()
 
 
 @pytest.mark.parametrize(
@@ -251,10 +223,9 @@ def test_it_is_the_mean_over_all_samples(gang, tmp_path, make, same, micro):
     """
     found = []
     for world, made, count in ((3, make, micro), (1, same or make, 1)):
-        training = Training(tmp_path / str(world), made, {"micro_batches": count})
-        training.directory.mkdir()
+        training = Training(tmp_path / str(world), {"micro_batches": count}, make=made)
         assert gang.run(training, world=world) == dict.fromkeys(range(world), 0), gang.log(0)
-        found.append(training.weights())
+        found.append(torch.load(training.directory / "weights-0"))
     for three, one in zip(*found, strict=True):
         for name, tensor in three.items():
             torch.testing.assert_close(tensor, one[name], rtol=1e-3, atol=1e-4)
