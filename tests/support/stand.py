@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,11 +59,15 @@ class Stand:
         return [(self.directory / f"result-{rank}").read_text() for rank in range(world)]
 
 
-def resumed(gang: Any, training: Stand, die: tuple[int, int], after: int) -> list[str]:
+def resumed(
+    gang: Any, training: Stand, die: tuple[int, int], after: int,
+    between: Callable[[], object] = lambda: None,
+) -> list[str]:  # fmt: skip
     """Kill a rank in a step, and let all go on after an earlier one; return the results."""
     training.die = die
     assert gang.run(training) == {0: 75, 1: 75, 2: 75} | {die[0]: -signal.SIGKILL}, gang.log(0)
     training.die = None
+    between()
     assert gang.run(training) == ALL_0, gang.log(0)
     assert f"resuming after step {after}" in gang.log(0)
     return training.results()

@@ -1,7 +1,5 @@
 """Weights that come from a file and go into files, over kills and changes. 3 ranks, buckets."""
 
-import os
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +10,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import ddpjob_trainer as ddp
-from support.snapshots import await_snapshot
+from support.stand import ALL_0, Stand, resumed
 
-STEPS = 8
 EVERY = 3
 VALUES = [5.0, 3.0, 4.0, 3.5, 2.0, 2.2, 2.0, 9.0]  # the best is that of step index 4
 
@@ -37,39 +34,30 @@ def net(words: str = "") -> nn.Module:
     return nn.Sequential(nn.Linear(6, 300), nn.BatchNorm1d(300), nn.Dropout(0.3), last)
 
 
-@dataclass
-class Training:
-    directory: Path
+@dataclass(kw_only=True)
+class Training(Stand, every=EVERY, total_steps=8, global_batch=12, seed=3):
     weights: Path
-    start: dict[str, Any] = field(default_factory=dict)
-    changes: str = ""
     prepare: dict[str, Any] = field(default_factory=dict)
     samples: int = 50
-    die: tuple[int, int] | None = None  # rank, step
 
     def __post_init__(self) -> None:
-        self.directory.mkdir(exist_ok=True)
+        super().__post_init__()
+        self.start = {"resume": self.weights} | self.start
 
-    def __call__(self, rank: int) -> None:
-        torch.manual_seed(11)
-        data = TensorDataset(torch.randn(self.samples, 6))
-        given = {"total_steps": STEPS, "global_batch": 12, "seed": 3, "resume": self.weights}
-        place = self.directory / "snapshots"
-        kept = ddp.Snapshots(directory=place, every=EVERY, allow_changes=self.changes)
-        run = ddp.start(**given | self.start, snapshots=kept)
-        torch.manual_seed(100 + rank)  # whatever they begin with, the file's weights count
+    def train(self, run: ddp.Run) -> str:
+        generator = torch.Generator().manual_seed(11)
+        data = TensorDataset(torch.randn(self.samples, 6, generator=generator))
+        torch.manual_seed(100 + run.rank)  # whatever they begin with, the file's weights count
         model = net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         wrapped, _ = run.prepare(model, optimizer, bucket_cap_mb=0.001, **self.prepare)
         best = self.directory / "best.safetensors"
-        with (self.directory / f"log-{rank}").open("a") as log:
+        with (self.directory / f"log-{run.rank}").open("a") as log:
             for step in run.steps(data):
                 if not run.finished_steps:
                     run.save(self.directory / "first.safetensors", ema="ema" in self.prepare)
                 for (x,) in step.batches:
-                    if self.die == (rank, step.index):
-                        await_snapshot(max((self.directory / "snapshots").glob("0*")), EVERY)
-                        os.kill(os.getpid(), signal.SIGKILL)
+                    self.may_die(run, step.index)
                     step.backward(wrapped(x).pow(2).mean())
                 step.commit()
                 better = run.keep_best(VALUES[step.index], best)
@@ -77,13 +65,8 @@ class Training:
                 log.flush()
                 if step.index == 4:
                     run.save(self.directory / "fifth.safetensors")
-        result = f"{run.weights_sha256()} {run.state_sha256()} {model[3].words}"
-        (self.directory / f"result-{rank}").write_text(result)
         run.save(self.directory / "last.safetensors", ema="ema" in self.prepare)
-        run.finish()
-
-    def result(self, rank: int = 0) -> str:
-        return (self.directory / f"result-{rank}").read_text()
+        return model[3].words
 
     def log(self, rank: int) -> dict[int, str]:
         lines = (self.directory / f"log-{rank}").read_text().splitlines()
@@ -101,21 +84,17 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_killed_after_a_warm_start_its_own_snapshots_and_its_best_go_on(gang, tmp_path):
     weights = tmp_path / "weights.pt"
     torch.save(net("of the file").state_dict(), weights)
-    undisturbed = Training(tmp_path / "undisturbed", weights)
-    assert gang.run(undisturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    undisturbed = Training(tmp_path / "undisturbed", weights=weights)
+    assert gang.run(undisturbed) == ALL_0, gang.log(0)
     assert f"beginning with the weights of {weights}" in gang.log(0)
     assert same(undisturbed.file("first"), torch.load(weights, weights_only=True))
     assert same(undisturbed.file("best"), undisturbed.file("fifth"))
     assert not same(undisturbed.file("best"), undisturbed.file("last"))
-    disturbed = Training(tmp_path / "disturbed", weights, die=(1, 5))
-    assert gang.run(disturbed) == {0: 75, 1: -9, 2: 75}, gang.log(0)
-    weights.unlink()  # needed no more
-    disturbed.die = None
-    assert gang.run(disturbed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
-    assert f"resuming after step {EVERY}" in gang.log(0)
+    disturbed = Training(tmp_path / "disturbed", weights=weights)
+    found = resumed(gang, disturbed, (1, 5), EVERY, between=weights.unlink)  # needed no more
+    assert found == undisturbed.results()
+    assert all(result.endswith(" of the file") for result in found)
     for rank in range(3):
-        assert disturbed.result(rank) == undisturbed.result(rank)
-        assert disturbed.result(rank).endswith(" of the file")
         assert disturbed.log(rank) == undisturbed.log(rank)
     assert [better.split()[1] for _, better in sorted(disturbed.log(0).items())] == [
         "True", "True", "False", "False", "True", "False", "False", "False",
@@ -127,17 +106,20 @@ def test_killed_after_a_warm_start_its_own_snapshots_and_its_best_go_on(gang, tm
 def test_it_goes_on_with_other_data_and_an_average_if_that_is_asked_for(gang, tmp_path):
     weights = tmp_path / "weights.pt"
     torch.save(net().state_dict(), weights)
-    training = Training(tmp_path / "run", weights, start={"total_steps": 4})
-    assert gang.run(training) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    training = Training(tmp_path / "run", {"total_steps": 4}, weights=weights)
+    assert gang.run(training) == ALL_0, gang.log(0)
     last = training.file("last")
     changes = {"total_steps": 6, "global_batch": 24, "micro_batches": 2}
     changed = Training(
-        training.directory, weights, samples=70, prepare={"ema": 0.5}, start=dict(changes)
+        training.directory, changes, weights=weights, samples=70, prepare={"ema": 0.5}
     )
     assert set(gang.run(changed).values()) <= {64, 75}
     assert "go on with snapshots=ddp.Snapshots(allow_changes='global_batch')" in gang.log(0)
-    changed.changes = "global_batch,data,ema"
-    assert gang.run(changed) == {0: 0, 1: 0, 2: 0}, gang.log(0)
+    kept = ddp.Snapshots(
+        directory=tmp_path / "run/snapshots", every=EVERY, allow_changes="global_batch,data,ema"
+    )
+    changed.start["snapshots"] = kept
+    assert gang.run(changed) == ALL_0, gang.log(0)
     assert "resuming after step 4" in gang.log(0)
     assert "global_batch was 12 and is 24, as allow_changes says" in gang.log(0)
     assert not same(changed.file("last"), last)
@@ -147,7 +129,7 @@ def test_it_goes_on_with_other_data_and_an_average_if_that_is_asked_for(gang, tm
 def test_a_file_that_does_not_fit_is_refused_by_all_ranks(gang, tmp_path):
     weights = tmp_path / "weights.pt"
     torch.save({"0.weight": torch.zeros(300, 6)}, weights)
-    assert gang.run(Training(tmp_path / "run", weights)) == {0: 64, 1: 64, 2: 64}
+    assert gang.run(Training(tmp_path / "run", weights=weights)) == {0: 64, 1: 64, 2: 64}
     for rank in range(3):
         assert f"resume={weights} does not hold this model's weights" in gang.log(rank)
         assert '"3.bias"' in gang.log(rank)
