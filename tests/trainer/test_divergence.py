@@ -232,4 +232,3 @@ def test_registered_values_by_rank_are_named_at_the_first_snapshot(gang, tmp_pat
     words = f"ranks [1, 2] differ from rank 0, first in {first}. A restart gives every rank those"
     log = "".join(gang.log(rank) for rank in range(3))
     assert log.count(words) == log.count("registered values are not") == (1 if first else 0)
-    assert log.count("give start() snapshots=ddp.Snapshots(directory=..., every=...)\n") == 1

@@ -42,7 +42,7 @@ def test_what_a_snapshot_costs_is_seen_in_the_step_after_it():
         found.stepped(step, seconds, 3)
     found.durable = 0.1
     assert (found.next(3), found.every) == (53, 50)
-    assert found.news().startswith("a snapshot every 50 steps (everySteps: Auto): one pauses")
+    assert found.news().startswith("a snapshot every 50 steps (everySteps: Auto): each pauses")
     assert found.news() == "", "said once"
     found.durable = 30.0
     assert found.next(3) == 63

@@ -74,6 +74,6 @@ class Interval:
         self._said = self.every
         step, pause = fmean(self._usual), median_low(self._pauses)
         return (
-            f"a snapshot every {self.every} steps (everySteps: Auto): one pauses training for"
-            f" {pause:.3f} s and takes {self.durable:.2f} s, a step {step:.3f} s"
+            f"a snapshot every {self.every} steps (everySteps: Auto): each pauses training for"
+            f" {pause:.3f} s and is written in {self.durable:.2f} s; a step takes {step:.3f} s"
         )
