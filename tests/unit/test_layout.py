@@ -25,13 +25,13 @@ MAX_NAME = 70  # letters of a test's name
 MOST_LINES = {
     "contract/src": 914,
     "operator/src": 11_830,
-    "trainer/src": 28_015,
+    "trainer/src": 28_016,
     "tools/src": 5_390,
     "plugin/src": 5_014,
     "dev/bench": 4_616,
     "dev/devcluster": 3_868,
     "studies": 3_826,
-    "tests": 61_255,
+    "tests": 61_264,
 }
 MOST_WORDS = 44_935  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs

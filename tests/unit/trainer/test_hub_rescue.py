@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ddpjob_trainer.launcher.hub import hub
 from ddpjob_trainer.launcher.hub.hub import RESCUE_SECONDS
 from ddpjob_trainer.launcher.hub.messages import End, Message, Rescuing, Stop, decode, encode
 from support.hub_gang import Gang
@@ -72,6 +73,14 @@ def test_what_a_survivor_answers(answers, said):
     for seat, answer, word in answers:
         gang.says(seat, Rescuing(0, answer, word))
     assert gang.said() == said
+
+
+def test_a_gang_where_nobody_can_is_not_asked_one_by_one(monkeypatch):
+    monkeypatch.setattr(hub, "_MOST_ASKED", 2)
+    gang = asked()
+    for seat in (0, 1):
+        gang.says(seat, Rescuing(0, "next"))
+    assert gang.said() == {0: [STOP], 1: [Stop(0, rescue="alone"), STOP], 2: [STOP]}
 
 
 def test_where_who_was_asked_cannot_vouch_nobody_else_does():

@@ -24,6 +24,7 @@ from ddpjob_trainer.launcher.hub.seats import Seats
 BARRIER_SECONDS = 5.0
 #: A survivor that is to save a step says so in this time, or the others are stopped as well.
 RESCUE_SECONDS = 0.3
+_MOST_ASKED = 4  # more than die at once; where nobody can, as on GPUs, thousands would be asked
 #: The supervisor's loop calls at least this often. A longer pause means that the hub's launcher
 #: itself was stopped, and read no messages.
 _POLL_SECONDS = 1.0
@@ -378,7 +379,7 @@ class _GangRuns(_Phase):
         lost = outcome.lost_first or not rounds.is_final(outcome, hub.limits)
         there = seats.present - seats.leaving - outcome.done if seats.own.rescues and lost else ()
         able = [seat for seat in seats.serving if seat in there and seats.members[seat].rescues]
-        return [seat for seat in able if self._left.get(seat, 1)]
+        return [seat for seat in able if self._left.get(seat, 1)][:_MOST_ASKED]
 
 
 class _GangStops(_Phase):
