@@ -291,7 +291,7 @@ def mounted(**source: Any) -> dict[str, Any]:
         ({"T.command": []}, "command: is missing"),
         ({"T.workingDir": "/app"}, "workingDir: /app.*--map /app=DIR"),
         ({"T.env": [{"name": "T", "valueFrom": {}}]}, "valueFrom of T.*export T="),
-        ({"T.env": [{"name": "RANK", "value": "1"}]}, "RANK is the operator's"),
+        ({"T.env": [{"name": "RANK", "value": "1"}]}, "RANK is set by the operator"),
         ({"T.env": [{"value": "x"}]}, r"env\[0\].name: None must be a string"),
         ({"T.env": [{"name": "A", "valeu": "x"}]}, "env: A: no field valeu"),
         ({"T.envFrom": [None]}, r"envFrom\[0\]: is empty"),
