@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ddpjob_trainer.environment import Elastic
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.messages import (
     Failed,
@@ -29,6 +30,7 @@ class Gang:
     ``here``: seats that have come. ``waits``: launchers that can wait for a replacement.
     ``replaces``: another hub, so nothing runs yet. ``modified`` and ``newest``: what the hub finds
     when it asks, and in ``asked`` how often, each time with whether the program failed.
+    ``least``: of so many an elastic gang is made, whose hub begins; ``reached``: its snapshot.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Gang:
         budget: int = 3,
         standby: int = 0,
         replaces: bool = False,
+        least: int = 0,
     ) -> None:
         self.posted: list[tuple[int, Message]] = []
         self.dropped: list[int] = []
@@ -46,20 +49,23 @@ class Gang:
         self.newest: str | None = ""
         self.asked: list[bool] = []
         self.round = 0
+        self.reached: int | None = None
         self._replicas = {replica: replica for replica in range(3)}  # by seat
         self._waits = waits
         self._own = Hello(
             "uid", "pod-0", seat=0, birth=NUMBER, replicas=3, nproc=2, holds=self._can_wait(0),
-            running=not replaces, standby=standby,
+            running=not (replaces or least), standby=standby, sizes=least > 0,
         )  # fmt: skip
-        limits = Limits(budget, heal_after=60.0, hold=WAIT)
+        elastic = Elastic(least, 5.0, 30.0, 60.0) if least else None
+        limits = Limits(budget, heal_after=60.0, hold=WAIT, elastic=elastic)
         self.hub = Hub(
-            self._own, limits, self._post, lambda: self.modified, self.dropped.append, self._look
-        )
+            self._own, limits, self._post, lambda: self.modified, self.dropped.append, self._look,
+            lambda: self.reached,
+        )  # fmt: skip
         if replaces:
             here = (0,)
         for seat in here:
-            assert self.comes(seat, running=not replaces, pod=f"pod-{seat}") is None
+            assert self.comes(seat, running=self._own.running, pod=f"pod-{seat}") is None
         for seat in range(3, 3 + (0 if replaces else standby)):
             assert self.comes(seat) is None
         self.said()

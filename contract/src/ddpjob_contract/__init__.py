@@ -75,6 +75,11 @@ STANDBY: Final = "DDPJOB_STANDBY"
 REPLACEMENT: Final = "DDPJOB_REPLACEMENT"
 #: So long launchers hold for a lost one's replacement; 0 or unset: the gang ends with it.
 REPLACE_SECONDS: Final = "DDPJOB_REPLACE_SECONDS"
+#: So few replicas train while others are away; 0 or unset: all are needed. Seconds: spec.elastic.
+MIN_REPLICAS: Final = "DDPJOB_MIN_REPLICAS"
+SHRINK_AFTER_SECONDS: Final = "DDPJOB_SHRINK_AFTER_SECONDS"
+START_AFTER_SECONDS: Final = "DDPJOB_START_AFTER_SECONDS"
+GROW_AFTER_SECONDS: Final = "DDPJOB_GROW_AFTER_SECONDS"
 POD_UID: Final = "DDPJOB_POD_UID"
 #: The last step that is known to have ended, of any incarnation: those up to it are repeated.
 REACHED_STEP: Final = "DDPJOB_REACHED_STEP"
@@ -143,8 +148,8 @@ ReportKind = Literal[
 class Round(TypedDict, total=False):
     """A round that ended and was followed by another one: restart in place, pods kept.
 
-    What ended it is the first process that failed, as in the termination report; or a drill, by
-    which all processes end after the same step, as planned.
+    What ended it is the first process that failed, as in the termination report; or a drill or
+    growth, by which all processes end after the same step, as planned.
     """
 
     round: int  # the one that ended, from 0
@@ -152,7 +157,8 @@ class Round(TypedDict, total=False):
     rank: int
     code: int  # exit status of that process, 128+n for signal n
     signal: int
-    kind: ReportKind | Literal["drill", "lost"]  # lost: the launcher of ``replica``, with its pod
+    #: lost: the launcher of ``replica``, with its pod; grown: more launchers serve from then on.
+    kind: ReportKind | Literal["drill", "lost", "grown"]
     exception: str
     step: int  # finished steps of that process
     snapshotStep: int  # step of the newest committed snapshot
@@ -233,6 +239,17 @@ LEDGER_STATES: Final = (
 )
 
 
+class Finished(TypedDict, total=False):
+    """The round in which all ranks of an elastic gang have succeeded.
+
+    ``round`` and ``size``, in replicas, only from a launcher that served in it.
+    """
+
+    number: int  # the hub's
+    round: int
+    size: int
+
+
 class TerminationReport(TypedDict, total=False):
     """One JSON object that the launcher writes to the termination log when it ends.
 
@@ -259,6 +276,7 @@ class TerminationReport(TypedDict, total=False):
     printed: dict[str, float]  # these three as in State
     metrics: dict[str, float]
     connected: bool
+    finished: Finished
 
 
 #: In an exception: no address of rank 0 was found; ranks ended early. exits.kind_of() reads it.
@@ -279,6 +297,8 @@ class State(TypedDict, total=False):
     away: list[int]  # replicas whose launcher was linked to the hub and is not now
     holds: bool  # all launchers hold while a lost one is replaced; absent: they do not
     serving: str  # "2:4": replica 2 is served by the pod of seat 4; absent: each by its own
+    size: int  # of an elastic gang: so many replicas serve in the round that runs
+    parked: list[int]  # seats of its launchers that serve in none
     round: int  # rounds before this one, hence restarts in place
     phase: Literal["startup", "step", "snapshot", "done"]
     step: int

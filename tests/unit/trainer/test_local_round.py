@@ -10,7 +10,7 @@ from unittest.mock import Mock, call
 import pytest
 
 from ddpjob_trainer.environment import Key
-from ddpjob_trainer.launcher.hub.messages import End, Finished, Go, Message, Stop
+from ddpjob_trainer.launcher.hub.messages import Ask, End, Finished, Go, Message, Stop
 from ddpjob_trainer.launcher.local_round import (
     LocalRound,
     Parked,
@@ -31,17 +31,18 @@ class Part:
     def __init__(self, phase: type[Phase], *, can_wait: bool = True, met: bool = True) -> None:
         did = self.did = list[str]()
         self.link = SimpleNamespace(
-            lost="", unmet="", met=met, linked=False,
+            lost="", unmet="", met=met, linked=False, number=5,
             leave=lambda: did.append("leave"), join=lambda: did.append("join"),
             send=lambda message, now: did.append(type(message).__name__),
         )  # fmt: skip
         self.workers = SimpleNamespace(
             key=Key(5, 2), round=2, exits=[], stopping=False, kill_at=None, failed=False,
-            running=0, succeeded=False, is_training=lambda: True, signal=lambda signum, now: None,
+            running=0, succeeded=False, is_training=lambda: True,
+            signal=lambda signum, now: did.append(f"signal {signum:d}"),
             stop=lambda now, last_words: did.append(f"stop {last_words:g}"),
             kill_by=lambda moment: did.append("grace"),
         )  # fmt: skip
-        env = SimpleNamespace(grace_seconds=30.0, standby=0)
+        env = SimpleNamespace(grace_seconds=30.0, standby=0, reseats=False, elastic=None)
         config: Any = SimpleNamespace(
             holds=can_wait, hold_seconds=330.0, exit_seconds=10.0, env=env, replica=1
         )
@@ -72,6 +73,10 @@ class Part:
         (Succeeded, [Stop(2)], "", Stopping, ["stop 0"]),
         (Stopping, [GO], "", Stopping, []),
         (Parked, [Stop(2)], "", Parked, []),
+        # The workers of a gang that grows stop together (E5).
+        (Running, [Ask(2)], "", Running, ["signal 15"]),
+        (Running, [Ask(1)], "", Running, []),
+        (Stopping, [Ask(2)], "", Stopping, []),
         # Only a newer round begins (L4).
         (Parked, [GO], "", Parked, ["round 3"]),
         (Parked, [Go(6, 0, 1, ())], "", Parked, ["round 0"]),
@@ -190,7 +195,7 @@ def test_a_parked_launcher_ends_at_a_signal():
     part = Part(Parked)
     part.phase.forward(15, 101.0)
     part.take(GO)
-    assert part.did == ["Leaving", "grace"]
+    assert part.did == ["signal 15", "Leaving", "grace"]
     assert part.ended.between_rounds
     assert part.phase.is_over(101.0)
 

@@ -15,6 +15,7 @@ import pytest
 from ddpjob_trainer.launcher.hub import messages
 from ddpjob_trainer.launcher.hub.membership import HubClient
 from ddpjob_trainer.launcher.hub.messages import (
+    Ask,
     Beat,
     Call,
     Done,
@@ -77,6 +78,9 @@ NEW = [
     Rescuing(2, "word", "11 a b"),  # answers such a Stop
     Hello("uid", "pod-1", 1, 2, 3, 4, True, False, hears=True),
     Beat(2500),  # to who hears, and its answer
+    Hello("uid", "pod-1", 1, 2, 3, 4, True, False, sizes=True),
+    Go(4, 1, 2, (), size=2),  # to who knows sizes
+    Ask(3),  # to the hub's own launcher
 ]
 LATER = b'{"type":"Regrow","size":2}\n'
 

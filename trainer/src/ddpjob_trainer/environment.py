@@ -29,6 +29,7 @@ REPLAY_DIR = "DDPJOB_TRAINER_REPLAY_DIR"
 RUN_ID = "DDPJOB_TRAINER_RUN_ID"  # of a launcher without a job: unique, as a job's uid
 STORE_FD = "DDPJOB_TRAINER_STORE_FD"  # a bound socket for the store that rank 0 serves
 MASTER = "DDPJOB_TRAINER_MASTER"  # MASTER_ADDR and MASTER_PORT, which scripts overwrite
+MOST_RANKS = "DDPJOB_TRAINER_MOST_RANKS"  # of an elastic job; unset: their number is fixed
 KEY_FD = "DDPJOB_TRAINER_KEY_FD"  # a file in memory, KEY_FILE, with the round's StoreKey
 KEY_FILE = "ddpjob-store-key"
 NUMA_BINDING = "DDPJOB_TRAINER_NUMA_BINDING"  # which CPUs torch binds this process to
@@ -116,12 +117,23 @@ class DrillSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Elastic:
+    """Hold spec.minReplicas and the seconds of spec.elastic."""
+
+    least: int
+    shrink_after: float
+    start_after: float
+    grow_after: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerEnvironment:
     """One training process's place in the job. ``master`` None: alone, no rendezvous."""
 
     rank: int
     world_size: int
     local_rank: int
+    most: int  # ranks of an elastic job; 0: their number is fixed
     master: tuple[str, int] | None
     agent_store: bool  # torchrun's agent already serves the store
     identity: Identity
@@ -181,6 +193,12 @@ class LauncherEnvironment:
     snapshot_dir: Path | None  # for evidence of failures
     upload: str  # URL where that goes, too
     rescue: bool = False  # see RESCUE
+    elastic: Elastic | None = None
+
+    @property
+    def reseats(self) -> bool:
+        """Return whether a launcher may serve another replica than its seat's."""
+        return self.standby > 0 or self.elastic is not None
 
 
 def _integer(env: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
@@ -247,6 +265,17 @@ def _snapshot(env: Mapping[str, str]) -> SnapshotSettings:
         ends_with_pod=env.get(contract.SNAPSHOT_EPHEMERAL) == "1",
         known_step=_integer(env, contract.SNAPSHOT_STEP, 0),
     )
+
+
+def _elastic(env: Mapping[str, str]) -> Elastic | None:
+    if not (least := _integer(env, contract.MIN_REPLICAS, 0)):
+        return None
+    seconds = (
+        _integer(env, contract.SHRINK_AFTER_SECONDS, 5),
+        _integer(env, contract.START_AFTER_SECONDS, 30),
+        _integer(env, contract.GROW_AFTER_SECONDS, 60),
+    )
+    return Elastic(least, *seconds)
 
 
 def _drill(env: Mapping[str, str]) -> DrillSettings:
@@ -395,6 +424,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         rank=rank,
         world_size=world,
         local_rank=local_rank,
+        most=_integer(env, MOST_RANKS, 0),
         master=master if world > 1 else None,
         agent_store=_has_agent_store(env),
         identity=_identity(env),
@@ -462,4 +492,5 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         snapshot_dir=None if "://" in snapshots else _path(env, contract.SNAPSHOT_DIR),
         upload=env.get(SNAPSHOT_UPLOAD, ""),
         rescue=env.get(RESCUE) == "1",
+        elastic=_elastic(env),
     )

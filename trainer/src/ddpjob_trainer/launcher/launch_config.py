@@ -20,7 +20,7 @@ import ddpjob_contract as contract
 from ddpjob_contract import ExitCode
 from ddpjob_contract.crd import DEFAULTS
 from ddpjob_trainer import arguments, environment
-from ddpjob_trainer.environment import Key, LauncherEnvironment
+from ddpjob_trainer.environment import Elastic, Key, LauncherEnvironment
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.gpu import devices
 from ddpjob_trainer.launcher import host
@@ -49,7 +49,8 @@ class CannotStartError(Exception):
 class LaunchConfig:
     """One launcher's share of a gang. ``env``: what the operator has set, as it was read.
 
-    ``replica``: its pod's seat until a Go of the hub names the one that it serves.
+    ``replica``: its pod's seat until a Go of the hub names the one that it serves; of an elastic
+    job ``replicas``, too.
     """
 
     env: LauncherEnvironment
@@ -99,6 +100,11 @@ class LaunchConfig:
         return max(hold, self.env.deadlines.startup) if self.goes_on else hold
 
     @property
+    def elastic(self) -> Elastic | None:
+        """Return how the number of replicas may change, None: it does not."""
+        return self.env.elastic if self.hub_port is not None else None
+
+    @property
     def watched_at_start(self) -> bool:
         """Return whether a process must come to ddp.start() in time: others wait for it there."""
         return self.calls_start and self.world_size > 1
@@ -112,9 +118,10 @@ class LaunchConfig:
     def replacement(self) -> bool:
         """Return whether nothing starts before Go: it replaces a lost one, or is a standby.
 
-        Or the hub has to choose the checkpoint from which all go on.
+        Or the hub has to choose who serves (E9), or the checkpoint from which all go on.
         """
-        return (self.hub_port is not None and self.env.replacement) or self.goes_on
+        waits = self.env.replacement or self.elastic is not None
+        return (self.hub_port is not None and waits) or self.goes_on
 
     @property
     def first(self) -> Key:
@@ -247,6 +254,8 @@ def make_launch_config(
         )
     nproc = _nproc(env, nproc)
     ours = uses_our_library(program)
+    if env.elastic is not None:
+        _check_elastic(env, env.elastic, ours=ours, rounds=rounds)
     unsaid = int(DEFAULTS["restart.healAfterSeconds"]) if standalone else 0
     # Without a binding: a spare cannot ask its GPU where it is, see numa.py.
     warm = _spares(spares, program, nproc, 0 if numa_binding else rounds, ours=ours)
@@ -279,6 +288,24 @@ def make_launch_config(
         resume_when=when,
         output=arguments.output_of(env.output, read),
     )
+
+
+def _check_elastic(env: LauncherEnvironment, elastic: Elastic, *, ours: bool, rounds: int) -> None:
+    """Refuse what spec.minReplicas cannot go with (E10). Raises ConfigError."""
+    if not ours:
+        raise ConfigError(
+            "spec.minReplicas needs a program that trains with ddpjob_trainer at level='elastic':"
+            " import it in the script itself, or leave minReplicas out"
+        )
+    if not (rounds and env.hub_port and env.replace_seconds) or env.standby:
+        raise ConfigError(
+            "spec.minReplicas needs restarts in place and restart.replaceSeconds above 0, and"
+            " spec.standby at 0: set these, or leave minReplicas out"
+        )
+    if elastic.least > env.replicas:
+        raise ConfigError(
+            f"spec.minReplicas {elastic.least} is above spec.replicas {env.replicas}: lower it"
+        )
 
 
 def common_environment(
@@ -353,6 +380,8 @@ def rank_environment(
     }
     if config.env.snapshot_dir:  # absolute: a script may change its directory before ddp.start()
         found[contract.SNAPSHOT_DIR] = config.env.snapshot_dir
+    if config.elastic is not None:
+        found[environment.MOST_RANKS] = config.env.replicas * config.nproc
     if config.standalone:
         found["TORCHELASTIC_RUN_ID"] = config.run_id
     else:
@@ -360,6 +389,7 @@ def rank_environment(
             contract.ATTEMPT: key.number,
             contract.REPLICA: replica,
             "PET_NODE_RANK": replica,
+            "PET_NNODES": config.replicas,
             "PET_RDZV_ID": f"{config.uid}-{key.number}",
             "TORCHELASTIC_RUN_ID": f"{config.uid}-{key.number}-{key.round}",
         }

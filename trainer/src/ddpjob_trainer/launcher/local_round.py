@@ -136,6 +136,10 @@ class Phase:
                     last_words = 0 if round_.member.rounds else _LAST_WORDS_SECONDS
                     round_.workers.stop(now, last_words=last_words)
                 return Stopping(round_, now)
+        elif isinstance(message, messages.Ask):
+            if message.round == round_.workers.round and isinstance(self, Running):
+                trace.mark("asked")
+                round_.workers.signal(signal.SIGTERM, now)
         elif isinstance(message, messages.End):
             ended.end = message
             self._abandon()
@@ -144,14 +148,14 @@ class Phase:
             else:
                 round_.end_attempt(now)
         elif isinstance(message, messages.Finished):
-            ended.finished = True
+            ended.finished, ended.number = True, round_.member.link.number
             succeeded = round_.workers.succeeded and not ended.abandoned
             ended.stood_by = isinstance(self, Parked) and not succeeded
         return self
 
     def _abandon(self) -> None:
-        """Count no success of a round that was stopped: a standby may serve the replica by now."""
-        self.round.ended.abandoned |= self.round.config.env.standby > 0 and self.stopped
+        """Count no success of a round that was stopped: another may serve the replica by now."""
+        self.round.ended.abandoned |= self.round.config.env.reseats and self.stopped
 
     def check_hub(self, now: float) -> Phase:
         """Look for another hub when this one is lost (L3), or end the attempt.
@@ -171,7 +175,7 @@ class Phase:
             lost = lost or "it does not answer"
         if not lost or ended.lost or ended.finished:
             return self
-        if round_.config.env.standby and not ended.end:  # another may serve it soon: do not save
+        if round_.config.env.reseats and not ended.end:  # another may serve it soon: do not save
             round_.workers.stop(now, last_words=0)
         over = ended.signal or ended.end or isinstance(self, Succeeded)
         # Nobody chooses who saves: it is replica 1, where no other worker need be asked.
@@ -274,8 +278,11 @@ class Parked(Phase):
         """Return whether it waits for longer than a round takes to begin; say so once."""
         idle = now - self.since > _BEGIN_SECONDS
         if idle and not self._said:
-            standby = self.round.config.env.standby and self.round.member.link.linked
-            what = "a pod to replace" if standby else "the other launchers to connect"
+            env, linked = self.round.config.env, self.round.member.link.linked
+            what = (
+                "a pod to replace" if env.standby and linked else "the other launchers to connect"
+            )
+            what = "the next round" if env.elastic and linked else what
             self.round.say(f"waiting for {what}; no worker runs in this pod yet")
         self._said = idle
         return idle

@@ -59,7 +59,7 @@ class Starter:
             self.spares.start()
 
     def serve(self, config: LaunchConfig) -> None:
-        """Start workers of another replica from now on; the spares are of the one before."""
+        """Start workers of another replica or size from now on; the spares are of those before."""
         self._config = config
         self.spares.forget()
 
@@ -161,7 +161,8 @@ class Starter:
         self.hand_over(now)
         if self.spares.full or (self._workers.stopping and not parked):
             return due
-        if self._config.replica >= self._config.replicas:
+        elastic = self._config.elastic is not None and self._workers.key.round < 0
+        if elastic or self._config.replica >= self._config.replicas:
             # Modules may read the rank as they are imported, and this pod has none before Go.
             self.spares.start()
             return due

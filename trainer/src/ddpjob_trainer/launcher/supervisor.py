@@ -118,6 +118,7 @@ class Supervisor:
         self._member = membership.join(
             config, self._selector, say, lambda: self._summary.progress.newest,
             checkpoints.look, self._tick,
+            self._newest_snapshot,
         )  # fmt: skip
         if not config.standalone and (shell := children.shell_above()):
             say(
@@ -139,6 +140,11 @@ class Supervisor:
             what = "the program begins without it, and may write over it"
             say(f"{earlier} is there before the first start: {what}; {cure}")
         self._begin(config.first, self._tick)
+
+    def _newest_snapshot(self) -> int | None:
+        """Return the step of the newest that is known in a round that trains, -1: of none."""
+        trains = isinstance(self._phase, Running) and self._workers.is_training()
+        return self._workers.snapshot_step() if trains else None
 
     def _round(self, key: Key) -> LocalRound:
         config, say, path = self._config, self._log.say, self._runtime_dir.round_path(key)
@@ -181,15 +187,18 @@ class Supervisor:
         if records:
             kind = records[-1].get("kind", "peerLost")
             self._log.say(f"round {go.round}: {_reason(records[-1])}; restarting in place")
-            self._events.write("drill" if kind == "drill" else "failure", **records[-1])
+            planned = kind in ("drill", "grown")
+            self._events.write(kind if planned else "failure", **records[-1])
             self._counted.rounds[kind] += 1
         elif config.env.replacement or go.number > config.attempt:
             self._log.say(f"round {go.round}: the hub was replaced, by hub {go.number}")
         trace.mark("go")
         self._evidence.follows(records)
-        if go.replica != config.replica and config.hub_port is not None:
-            self._log.say(f"this pod serves replica {go.replica} from now on")
-            self._config = replace(config, replica=go.replica)
+        size = go.size or config.env.replicas
+        if (go.replica, size) != (config.replica, config.replicas) and config.hub_port is not None:
+            of = f" of {size}" if go.size else ""
+            self._log.say(f"this pod serves replica {go.replica}{of} from now on")
+            self._config = replace(config, replica=go.replica, replicas=size)
             self._starter.serve(self._config)
         self._starter.go_on(go.newest)
         self._summary.results = replace(self._summary.results, records=records)
@@ -358,6 +367,8 @@ def _reason(last: Round) -> str:
     """Word why a round follows, by the record of the one before."""
     if last.get("kind") == "drill":
         return f"a drill after step {last['step']}, as planned"
+    if last.get("kind") == "grown":
+        return "more launchers are here, and all have saved together"
     if last.get("kind") == "lost":
         return f"the launcher of replica {last['replica']} was lost"
     what = "a process ended" if "rank" not in last else f"rank {last['rank']} ended"

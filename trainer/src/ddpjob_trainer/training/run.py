@@ -162,6 +162,11 @@ class Run:
                 f"register({name!r}) was called after steps(): a resume would not know it; call it"
                 " before run.steps()"
             )
+        if per_rank and self._process.resizes:
+            raise ConfigError(
+                f"register({name!r}, per_rank=True) is for a fixed number of processes, and this"
+                " job's changes: leave per_rank out, or spec.minReplicas"
+            )
         self._trained.state.register(name, obj, per_rank=per_rank)
 
     # --- The loop ------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class RunContext:
     drill: Drill
     profiler: Profiler
     rescue: Rescue | None = None  # None: it is off
+    resizes: bool = False  # the job is elastic
 
     def wait_for_readers(self) -> None:
         """Wait until nobody reads the parameters any more."""

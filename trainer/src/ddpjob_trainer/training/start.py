@@ -122,7 +122,12 @@ def start(
     trace.mark("device")
     if level is None:
         options = replace(options, level=determinism.LEVELS[place.type])
-    options.check(env.world_size)
+    if env.most and options.level != "elastic":
+        raise ConfigError(
+            f"level={options.level!r} has other bits at another number of processes, and this job's"
+            " changes: use level='elastic', or leave out spec.minReplicas"
+        )
+    options.check(max(env.world_size, env.most))
     determinism.pin_arithmetic(options.level, options.threads, place)
     reporting = Logging.taken(logging)
     settings = _snapshot_settings(env.snapshot, Snapshots.taken(snapshots))
@@ -163,7 +168,7 @@ def start(
     profiler = Profiler(writer, env.rank, env.state_dir, settings.directory)
     process = RunContext(
         world, shutdown, progress, manager, averaging, recorder, mismatch, replay, drill, profiler,
-        rescue,
+        rescue, env.most > 0,
     )  # fmt: skip
     return Run(process, options)
 

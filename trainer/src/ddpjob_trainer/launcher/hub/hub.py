@@ -9,6 +9,7 @@ others wait until its place is filled: by a standby, a new pod, or the same one 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from ddpjob_trainer.launcher.hub.messages import Hello, Message, OfRound
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.hub.rounds import History, Limits, Outcome
 from ddpjob_trainer.launcher.hub.seats import Seats
+from ddpjob_trainer.launcher.hub.sizes import Sizes, unreached
 
 #: From Stop, or from a launcher's last Exiting, until all have ended.
 BARRIER_SECONDS = 5.0
@@ -37,7 +39,7 @@ class Hub:
     ``limits``: see rounds.decide. ``modified``: asks for the newest mtime at the progress path;
     must not block. ``drop``: closes a launcher's link. ``newest``: asks for the checkpoint from
     which all go on, "" for none; None: it is still being looked for. Its argument is whether the
-    program failed by itself.
+    program failed by itself. ``reached``: see Sizes.look(), its snapshot.
     """
 
     def __init__(
@@ -48,14 +50,17 @@ class Hub:
         modified: Callable[[], int] = lambda: -1,
         drop: Callable[[int], None] = lambda seat: None,
         newest: Callable[..., str | None] = lambda **_: "",
+        reached: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.seats = Seats(own, rounds=limits.budget > 0)
+        elastic = limits.elastic
+        self.seats = Seats(own, rounds=limits.budget > 0, least=elastic.least if elastic else None)
+        self.sizes = Sizes(elastic, own.replicas) if elastic else None
         self.history = History(round=0 if own.running else -1)
         self.outcome = Outcome(own.replicas, own.nproc)  # of the round that runs, or ended last
         #: How each replica was lost, by the newest round that lost some; for evidence.py.
         self.lost_in: dict[int, dict[int, str]] = {}
         self.limits, self.post, self.drop = limits, post, drop
-        self.modified, self.newest = modified, newest
+        self.modified, self.newest, self.reached = modified, newest, reached
         self.phase: _Phase = _GangRuns(self) if own.running else _GangWaits(self)
         self.final: messages.End | messages.Finished | None = None  # the last word
         self._polled = 0.0
@@ -95,7 +100,24 @@ class Hub:
         seats = self.seats
         away = sorted(seats.members.keys() - seats.present) if self.final is None else []
         serving = ",".join(f"{r}:{seat}" for r, seat in enumerate(seats.serving) if r != seat)
-        return {"holds": seats.can_wait, "away": away[:STATE_MAX_AWAY], "serving": serving}
+        found = {"holds": seats.can_wait, "away": away[:STATE_MAX_AWAY], "serving": serving}
+        if self.sizes is not None and self.final is None:
+            parked = sorted(seats.present.difference(seats.serving))
+            found |= {"size": len(seats.serving) if self.runs else 0, "parked": parked}
+        return found
+
+    @property
+    def knows(self) -> set[int]:
+        """Return whose launchers know sizes."""
+        return {seat for seat, hello in self.seats.members.items() if hello.sizes}
+
+    def fill(self, now: float) -> dict[int, int]:
+        """Return who serves in the round that may begin now, {} while some are missing (H2, E2)."""
+        seats = self.seats
+        if self.sizes is not None:
+            return dict(enumerate(self.sizes.ready(seats.stopped, self.knows, now)))
+        filled = seats.fill()
+        return filled if len(filled) == seats.own.replicas else {}
 
     @property
     def others(self) -> tuple[list[Exit], int]:
@@ -118,6 +140,8 @@ class Hub:
         if self.is_present(hello.seat):  # of an older pod
             self.lost(hello.seat, now)
         before = self.seats.admit(hello)
+        if self.sizes is not None:
+            self.sizes.arrives(now)
         self.post(hello.seat, messages.Welcome(self.seats.own.birth, self.seats.own.pod))
         if self.final is not None:
             self.post(hello.seat, self.final)
@@ -291,28 +315,37 @@ class _Phase:
         if hub.dismiss(now):
             return _Phase(hub)
         if hub.history.round >= 0:
+            sizes, free = hub.sizes, False
+            if sizes is not None:
+                saved = outcome.snapshot_step > hub.history.snapshot_step
+                ends, lost = outcome.exits.values(), outcome.lost
+                free = sizes.ended(outcome.late or unreached(ends, lost, saved=saved), now)
             at = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+            grown = rounds.grown(hub.history, outcome, at=at) if sizes and sizes.asked else None
             loss, modified = outcome.loss(seats.idle_pods()), hub.modified()
             decision = rounds.decide(
-                hub.history, outcome, hub.limits, at=at, modified=modified, loss=loss
+                hub.history, outcome, hub.limits, at=at, modified=modified, loss=loss, free=free
             )
-            if decision.next is None:
+            if grown is None and decision.next is None:
                 return hub.end_by(decision.cause, decision.why, code=decision.code)
-            following = decision.next
-        filled = seats.fill()
-        if len(filled) < outcome.replicas:
+            following = grown or decision.next or following
+        filled = hub.fill(now)
+        if not filled:
             return _GangWaits(hub)
         # One answer for all: ranks that went on from other checkpoints would train apart.
         last = following.records[-1] if following.records else Round()
         failed = last.get("kind") in ("exception", "exit")
         if (newest := hub.newest(failed=failed)) is None:
             return self  # asked again at the next tick
-        seats.serve(filled, outcome.lost.values())
+        # Who is left out of an elastic round may be in the next one (E4).
+        seats.serve(filled, outcome.lost.values() if hub.sizes is None else ())
         hub.history = following
-        hub.outcome = Outcome(outcome.replicas, outcome.nproc)
+        hub.outcome = Outcome(len(filled), outcome.nproc)
+        if hub.sizes is not None:
+            hub.sizes.begins(seats.serving, now)
         for replica, seat in enumerate(seats.serving):
             go = messages.Go(seats.own.birth, following.round, replica, following.records, newest)
-            hub.post(seat, go)
+            hub.post(seat, replace(go, size=len(filled)) if seats.members[seat].sizes else go)
         return _GangRuns(hub)
 
 
@@ -334,12 +367,26 @@ class _GangRuns(_Phase):
         found = root_cause.cause_or_wait(ends, running, now, rounds=hub.limits.budget > 0)
         if found is None or isinstance(found, float):
             self.due = found
-            return self
+            return self if found is not None else self._resize(now)
         return self._stop(now)
+
+    def _resize(self, now: float) -> _Phase:
+        """End an elastic round in which nobody has failed for one with others, if it is time."""
+        hub, seats, outcome = self._hub, self._hub.seats, self._hub.outcome
+        if hub.sizes is None or outcome.done:
+            return self
+        here = seats.present - seats.leaving
+        what = hub.sizes.look(here, hub.knows, hub.reached(), now)
+        if what == "grow":
+            hub.post(0, messages.Ask(hub.history.round))
+        outcome.late = what == "late"
+        return self._stop(now) if outcome.late else self
 
     def admitted(self, hello: Hello, before: str, now: float) -> _Phase:
         seats = self._hub.seats
         if hello.running or hello.seat not in seats.serving:
+            return self
+        if self._hub.sizes is not None and hello.seat in self._hub.outcome.done:  # E8
             return self
         # Its predecessor never came, or was done.
         self._hub.outcome.lost[seats.serving.index(hello.seat)] = before
@@ -359,7 +406,7 @@ class _GangRuns(_Phase):
 
     def _stop(self, now: float, *, graceful: bool = False) -> _Phase:
         hub, outcome = self._hub, self._hub.outcome
-        if not outcome.done <= hub.seats.present:
+        if not outcome.done <= hub.seats.present and hub.sizes is None:  # else away as any (E8)
             why = "a launcher whose workers had succeeded is gone"
             return hub.end_by(outcome.cause, why, graceful=graceful)
         if hub.dismiss(now):
@@ -374,7 +421,7 @@ class _GangRuns(_Phase):
         """Return who may save the newest step: where it is trained on, and a process is alive."""
         hub, outcome, seats = self._hub, self._hub.outcome, self._hub.seats
         outcome.lost_first = outcome.loss(seats.idle_pods()) is not None
-        if graceful:
+        if graceful or (hub.sizes is not None and hub.sizes.asked):  # they have saved
             return []
         lost = outcome.lost_first or not rounds.is_final(outcome, hub.limits)
         there = seats.present - seats.leaving - outcome.done if seats.own.rescues and lost else ()
@@ -497,11 +544,15 @@ class _GangWaits(_Phase):
         if outcome.wait_until is None:  # the first look of a hub that replaces one
             outcome.wait_until = now + hub.limits.hold
         self.due = outcome.wait_until
-        missing = sorted(set(range(outcome.replicas)) - hub.seats.fill().keys())
-        if not missing:
+        if hub.fill(now):
             return self._follow(now)
+        if hub.sizes is not None and hub.sizes.due is not None:  # enough are here (E3)
+            self.due = hub.sizes.due
+            return self
         if now < outcome.wait_until:
             return self
+        filled = hub.seats.fill().keys() if hub.sizes is None else hub.seats.stopped
+        missing = sorted(set(range(hub.seats.own.replicas)) - filled)
         which = ", ".join(map(str, missing[:8]))
         return hub.end_by(None, f"replica {which} was not replaced within {hub.limits.hold:.0f} s")
 

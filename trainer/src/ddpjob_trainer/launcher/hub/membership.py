@@ -32,6 +32,7 @@ from ddpjob_trainer.launcher.launch_config import LaunchConfig
 
 _CONNECT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
+_SLOW_SECONDS = 5.0
 
 
 class Link:
@@ -40,6 +41,7 @@ class Link:
     ``inbox``: the hub's messages. ``lost``: why no more can come, "" while they may. ``unmet``:
     evidence that no hub is where it should be, "" while it may only be late. ``met``: a hub has
     admitted or called this launcher, and may admit it again. ``lines``: the last of the gang.
+    ``number``: of the hub that admitted it last.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class Link:
         self.inbox: deque[Message] = deque()
         self.lost = self.unmet = ""
         self.met = False
+        self.number = 0
         self.lines = LastLine(leads=True)
 
     @property
@@ -93,6 +96,7 @@ class HubClient(Link):
         self._passed_over = False  # a message, and said so
         self._address, self._where = address, f"{address[0]} port {address[1]}"
         self._hello, self._least = hello, least
+        self._sizes = hello.sizes
         self._followed = (0, "")  # number and pod of the last hub that has admitted it
         self._wire: Wire | None = None  # to that hub
         self._asked: set[Wire] = set()  # Hello was sent, and not answered yet
@@ -140,7 +144,7 @@ class HubClient(Link):
     def join(self) -> None:
         """See Link."""
         if self._wire is None and not self._searching:
-            self._hello = replace(self._hello, running=False)
+            self._hello = replace(self._hello, running=False, sizes=self._sizes)
             for wire in self._callers:
                 self._ask(wire)
             self._callers.clear()
@@ -259,7 +263,7 @@ class HubClient(Link):
             self._refused(wire, Refused(why, final=False))
             return
         self._followed = hub
-        self._least = message.number
+        self._least = self.number = message.number
         self._asked.discard(wire)
         self._stop_seeking()
         self._wire = wire
@@ -286,8 +290,10 @@ class HubClient(Link):
             self.lost = self.lost or reason
         else:
             self.unmet = f"what listens at {self._where} is no hub of this job: {reason}"
-            # The version before closes a link with a field that it does not know.
-            self._hello = replace(self._hello, rescues=False, hears=False)
+            # The version before closes a link with a field that it does not know. A hub that was
+            # lost just then does not do so twice, and without sizes no short round has this one.
+            sizes = self._hello.sizes and self._hello.hears
+            self._hello = replace(self._hello, rescues=False, hears=False, sizes=sizes)
             self._ask_no_more(wire)
 
     def _ask_no_more(self, wire: Wire) -> None:
@@ -318,6 +324,8 @@ class Membership:
         if self.calls is not None and self.hub is not None and self.hub.complete:
             self.calls.close()
             self.calls = None
+        elif self.calls is not None and self.hub is not None and self.hub.runs:
+            self.calls.pause = _SLOW_SECONDS  # a short round needs nobody else
         parts = (self.link, self.hub, self.server, self.calls, self.listener)
         dues = [part.tick(now) for part in parts if part is not None]
         return min((due for due in dues if due is not None), default=None)
@@ -342,11 +350,14 @@ def join(
     modified: Callable[[], int],
     newest: Callable[..., str | None],
     now: float,
+    reached: Callable[[], int | None] = lambda: None,
 ) -> Membership:
     """Serve the hub, or connect to it. Alone, or without rounds, no socket is opened.
 
-    ``modified``: newest mtime at the progress path, ``newest``: newest checkpoint, for the hub.
+    ``modified``: newest mtime at the progress path, ``newest``: newest checkpoint, ``reached``:
+    newest snapshot of a round that trains, for the hub.
     """
+    elastic = config.elastic
     hello = Hello(
         config.uid,
         config.pod,
@@ -360,6 +371,7 @@ def join(
         held=-1 if config.replacement else config.replica,
         rescues=config.env.rescue,
         hears=True,
+        sizes=elastic is not None,
         token=config.env.token,
     )
     if config.hub_port is not None and config.replica > 0:
@@ -378,8 +390,11 @@ def join(
     # Without its port the hub is unreachable.
     unreachable = config.hub_port is not None and listening is None
     budget = 0 if unreachable else config.rounds_without_progress
-    limits = Limits(budget, config.heal_after, config.env.final_exit_codes, config.hold_seconds)
-    hub, lead = _lead(config, hello, limits, listening, selector, modified, newest, tell)
+    if elastic is not None and config.env.replacement:  # a hub that replaces one waits less (E2)
+        elastic = replace(elastic, start_after=elastic.shrink_after)
+    final, hold = config.env.final_exit_codes, config.hold_seconds
+    limits = Limits(budget, config.heal_after, final, hold, elastic)
+    hub, lead = _lead(config, hello, limits, listening, selector, modified, newest, reached, tell)
     hub.admit(hello, now)
     return lead
 
@@ -410,9 +425,11 @@ def _lead(
     selector: selectors.BaseSelector,
     modified: Callable[[], int],
     newest: Callable[..., str | None],
+    reached: Callable[[], int | None],
     tell: Callable[[str], None],
 ) -> tuple[Hub, Membership]:
     link = Link()
+    link.number = hello.birth
     server: HubServer | None = None
 
     def post(seat: int, message: Message) -> None:
@@ -426,7 +443,7 @@ def _lead(
         if server is not None:
             server.drop(seat)
 
-    hub = link.hub = Hub(hello, limits, post, modified, drop, newest)
+    hub = link.hub = Hub(hello, limits, post, modified, drop, newest, reached)
     calls: Calls | None = None
     if listening is not None:
         server = HubServer(listening, selector, hub, tell, link.lines)

@@ -26,7 +26,10 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit
 MAX_LINE = 64 * 1024
 _KIND = re.compile("[A-Za-z]{1,40}")
 #: Fields that the version before closes a link for: sent only where they say something.
-_LATER = ("foreign", "in_script", "code", "newest", "rescues", "rescue", "word", "hears", "quiet")
+_LATER = (
+    "foreign", "in_script", "code", "newest", "rescues", "rescue", "word", "hears", "quiet",
+    "sizes", "size",
+)  # fmt: skip
 #: In an exit's exception, all that the version before knows of a drill.
 _DRILL = "drill"
 
@@ -40,6 +43,7 @@ class Hello:
     of hub ``birth`` runs here; else nothing does. ``standby``: so many stand by in the job.
     ``held``: the replica that it served last, -1: none. ``token``: the job's secret. ``rescues``:
     a worker here may save the newest step before it is stopped. ``hears``: it reads Beat.quiet.
+    ``sizes``: the job is elastic, and it reads Go.size.
     """
 
     uid: str
@@ -54,6 +58,7 @@ class Hello:
     held: int = -1
     rescues: bool = False
     hears: bool = False
+    sizes: bool = False
     token: str = field(default="", repr=False)
 
 
@@ -164,6 +169,7 @@ class Go:
     """Start this round of the hub of this number, as this replica.
 
     ``records``: of the rounds before. ``newest``: the checkpoint to go on from, "" for none.
+    ``size``: so many launchers serve; 0: all of the job.
     """
 
     number: int
@@ -171,11 +177,22 @@ class Go:
     replica: int
     records: tuple[Round, ...]
     newest: str = ""
+    size: int = 0
 
     @property
     def key(self) -> Key:
         """Return the incarnation that begins."""
         return Key(self.number, self.round)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """From the hub to its own launcher: have the workers of all stop together, after a snapshot.
+
+    The next round is to have more (E5).
+    """
+
+    round: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +242,7 @@ class Unknown:
 
 Message = (
     Hello | Failed | Exiting | Stopped | Done | Rescuing | Leaving
-    | Call | Welcome | Refused | Stop | Go | End | Beat | Finished | Unknown
+    | Call | Welcome | Refused | Stop | Go | Ask | End | Beat | Finished | Unknown
 )  # fmt: skip
 OfRound = Failed | Exiting | Stopped | Done | Rescuing  # what a launcher says of its round
 _TYPES: dict[str, type[Any]] = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ddpjob_contract import PERMANENT_EXIT_CODES, STATE_MAX_ROUNDS, ExitCode, Round
 from ddpjob_contract.exits import SAME_EXCEPTION, alike
+from ddpjob_trainer.environment import Elastic
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 
@@ -19,6 +20,8 @@ from ddpjob_trainer.launcher.hub.root_cause import Exit
 FINAL_EXIT_CODES = PERMANENT_EXIT_CODES | {ExitCode.DIVERGED}
 #: A program that reports no steps and fails so soon has, likely, done none.
 _START_SECONDS = 300.0
+#: How workers end that were asked to stop together, or that another one has asked.
+_STOPPED = {ExitCode.SIGTERM, ExitCode.PEER_LOST}
 #: An attempt has so many drills at most.
 _DRILLS = 2
 
@@ -52,13 +55,14 @@ class Limits:
 
     ``heal_after``: a round that lasted so many seconds was progress; 0: never. ``final``: exit
     codes after which the user wants no restart, besides FINAL_EXIT_CODES. ``hold``: so many seconds
-    the gang waits for the replacement of a lost launcher.
+    the gang waits for the replacement of a lost launcher. ``elastic``: None: no other size.
     """
 
     budget: int
     heal_after: float = 0.0
     final: frozenset[int] = frozenset()
     hold: float = 0.0
+    elastic: Elastic | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class Outcome:
     saved: tuple[int, int] | None = None  # by a survivor at the end: its rank, the step
     lost_first: bool = False  # a loss, and no worker's failure, ended the round
     wait_until: float | None = None  # for the replacement of the first that was lost
+    late: bool = False  # it was ended because its first step did not come in time
 
     @property
     def cause(self) -> Exit | None:
@@ -142,11 +147,12 @@ def decide(
     at: str,
     modified: int = -1,
     loss: Loss | None = None,
+    free: bool = False,
 ) -> Verdict:
     """Decide on another round, or the end of the attempt.
 
     ``at``: now, RFC 3339. ``modified``: newest mtime at the progress path. ``loss``: what ended the
-    round, rather than a worker.
+    round, rather than a worker. ``free``: it costs nothing of the budget.
     """
     exits, snapshot_step = outcome.exits.values(), outcome.snapshot_step
     cause = root_cause.first_failure(exits) if loss is None else None
@@ -158,7 +164,8 @@ def decide(
         or 0 < limits.heal_after <= outcome.lasted
     )
     # The operator counts a lost pod. One that only lost its link may do so again and again.
-    failures = (0 if progress else history.failures) + (loss is None or not loss.replaced)
+    counts = not free and (loss is None or not loss.replaced)
+    failures = (0 if progress else history.failures) + counts
     newest = max(snapshot_step, history.snapshot_step)
     if limits.budget == 0:
         return Verdict(None, cause, "restart in place is off")
@@ -183,6 +190,7 @@ def decide(
         early = root_cause.ended_early(exits, cause)
         return Verdict(None, cause, f"{why}; {early}" if early else why)
     record = _record(history.round, cause, newest, nproc=outcome.nproc, at=at)
+    record |= {"kind": "hang"} if outcome.late else {}
     if loss is not None:
         record |= {"kind": "lost", "replica": loss.replica}
     if outcome.saved is not None:
@@ -238,6 +246,20 @@ def _after_drill(history: History, step: int, snapshot_step: int, at: str) -> Hi
     if snapshot_step >= 0:
         record["snapshotStep"] = snapshot_step
     return history.followed_by(record)
+
+
+def grown(history: History, outcome: Outcome, *, at: str) -> History | None:
+    """Begin a larger round at the snapshot that all have saved together.
+
+    None: a launcher was lost meanwhile, or a worker failed by itself, so decide() has to.
+    """
+    if outcome.lost or (outcome.cause and outcome.cause.code not in _STOPPED):
+        return None
+    newest = max(outcome.snapshot_step, history.snapshot_step)
+    record: Round = {"round": history.round, "at": at, "kind": "grown", "snapshotStep": newest}
+    records = (*history.records, record)[-STATE_MAX_ROUNDS:]
+    round_ = history.round + 1
+    return replace(history, round=round_, records=records, snapshot_step=newest, failures=0)
 
 
 def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -> bool:

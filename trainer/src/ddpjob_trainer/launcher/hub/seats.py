@@ -13,10 +13,10 @@ from ddpjob_trainer.launcher.hub.messages import Hello, Refused, is_of_the_job
 
 class Seats:
     """``own``: the Hello of the hub's own launcher, to which all others must fit; its birth is the
-    hub's number. ``rounds``: a round may follow another.
+    hub's number. ``rounds``: a round may follow another. ``least``: so many can be a gang.
     """
 
-    def __init__(self, own: Hello, *, rounds: bool) -> None:
+    def __init__(self, own: Hello, *, rounds: bool, least: int | None = None) -> None:
         self.own = own
         #: Each replica's seat in this round; empty before the first of a hub that replaces one.
         self.serving: tuple[int, ...] = tuple(range(own.replicas)) if own.running else ()
@@ -25,6 +25,7 @@ class Seats:
         self.stopped: set[int] = set()  # present, and nothing of the gang runs there
         self.can_wait = False  # all have come, and each can wait for the replacement of a lost one
         self._rounds = rounds
+        self._least = own.replicas if least is None else least
         self.members: dict[int, Hello] = {}  # the newest ever admitted
         self._out: set[str] = set()  # pods that others have replaced
 
@@ -45,6 +46,8 @@ class Seats:
         if older or (hello.birth > mine.birth and hello.running):
             final = older and (mine.running or not hello.holds)
             return Refused(f"this hub belongs to attempt {mine.birth}", final)
+        if mine.sizes and hello.running:  # by Go alone a round of this gang begins (E9)
+            return Refused("it runs a round that this hub has not begun: which image has it?", True)
         if _sizes(hello) != _sizes(mine):
             return Refused(
                 f"size mismatch: hub has {_sizes(mine)}, launcher {_sizes(hello)}", final=True
@@ -72,7 +75,7 @@ class Seats:
         self.present.add(hello.seat)
         self.can_wait = (
             self._rounds
-            and len(self.members) >= self.own.replicas
+            and len(self.members) >= self._least
             and self.members.keys() >= set(self.serving)
             and all(one.holds for one in self.members.values())
         )
@@ -110,7 +113,7 @@ class Seats:
     def serve(self, filled: Mapping[int, int], lost: Collection[str]) -> None:
         """Have these serve in the round that begins. ``lost``: pods that have lost their place."""
         self._out.update(set(lost) - self.idle_pods())
-        self.serving = tuple(filled[replica] for replica in range(self.own.replicas))
+        self.serving = tuple(filled[replica] for replica in range(len(filled)))
         self.stopped.difference_update(self.serving)
 
     def idle_pods(self) -> set[str]:

@@ -138,6 +138,7 @@ class Calls:
     ) -> None:
         self._addresses, self._call, self._selector = addresses, call, selector
         self._is_linked, self._answered = is_linked, answered
+        self.pause = _PAUSE_SECONDS
         self._due = dict.fromkeys(addresses, 0.0)  # seat -> when to call it
         self._wires: set[Wire] = set()  # of launchers that have not answered yet
         self._to_dial: queue.SimpleQueue[int | None] = queue.SimpleQueue()
@@ -152,7 +153,7 @@ class Calls:
         """Dial the launchers that are due; return when to call again."""
         for seat, due in list(self._due.items()):
             if now >= due and self._is_linked(seat):
-                self._due[seat] = now + _PAUSE_SECONDS  # it may be lost again
+                self._due[seat] = now + self.pause  # it may be lost again
             elif now >= due:
                 del self._due[seat]
                 self._to_dial.put(seat)
@@ -183,7 +184,7 @@ class Calls:
         while not self._dialed.empty():
             seat, connection = self._dialed.get_nowait()
             if connection is None:
-                self._due[seat] = now + _PAUSE_SECONDS
+                self._due[seat] = now + self.pause
             else:
                 self._say(seat, Wire(connection, self._selector))
 
@@ -197,7 +198,7 @@ class Calls:
 
         def again(now: float) -> None:
             self._wires.discard(wire)
-            self._due[seat] = now + _PAUSE_SECONDS
+            self._due[seat] = now + self.pause
 
         wire.longest = messages.FIRST_LINE
         wire.received = received

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import ddpjob_contract as contract
-from ddpjob_contract import REPORT_MAX_BYTES, REPORT_VERSION, ExitCode, Round, TerminationReport
+from ddpjob_contract import (
+    REPORT_MAX_BYTES,
+    REPORT_VERSION,
+    ExitCode,
+    Finished,
+    Round,
+    TerminationReport,
+)
 from ddpjob_trainer.launcher.host import NoRoomError
 from ddpjob_trainer.launcher.hub import root_cause
 from ddpjob_trainer.launcher.hub.messages import End
@@ -42,6 +49,7 @@ class Ended:
     stood_by: bool = False  # the others succeeded while nothing ran here
     abandoned: bool = False  # the last round here was stopped, and none followed: no success
     finished: bool = False  # all have succeeded, as the hub says
+    number: int = 0  # that hub's
     end: End | None = None
     lost: str = ""  # how the hub was lost
     before_loss: Exit | None = None  # a failure here that was seen before the hub was lost
@@ -84,7 +92,8 @@ def finish(
         terminated=ended.signal != 0,
         results=results,
         elsewhere=elsewhere,
-        replica=(-1 if idle else config.replica) if config.env.standby else None,
+        replica=(-1 if idle else config.replica) if config.env.reseats else None,
+        finished=_finished(config, workers, ended, served=not idle and not ended.abandoned),
     )
     cut_short = _cut_short(config, workers, ended, failure)
     if cut_short:
@@ -120,6 +129,17 @@ def _say_first(failure: Exit, report: TerminationReport, say: Callable[[str], No
     kind = root_cause.signal_name(-failure.status) if failure.status < 0 else report["kind"]
     why = root_cause.because(report.get("exception", ""))
     say(f"rank {failure.rank} ended first, with {how} ({kind}{why}){after}")
+
+
+def _finished(
+    config: LaunchConfig, workers: WorkerGroup, ended: Ended, *, served: bool
+) -> Finished | None:
+    """Name the round of an elastic gang that has succeeded, as the hub says (E11)."""
+    if not ended.finished or config.elastic is None:
+        return None
+    if not served:
+        return {"number": ended.number}
+    return {"number": ended.number, "round": workers.round, "size": config.replicas}
 
 
 def _cut_short(
@@ -196,11 +216,12 @@ def make_report(
     results: Results,
     elsewhere: str = "",
     replica: int | None = None,
+    finished: Finished | None = None,
 ) -> TerminationReport:
     """Build the report on the first failing rank, or on the first rank after success.
 
     ``terminated``: the launcher itself got a signal to end. ``elsewhere``: why the attempt ended,
-    when no process of this launcher was the cause. ``replica``: see the contract.
+    when no process of this launcher was the cause. ``replica``, ``finished``: see the contract.
     """
     exception = failure.exception if failure else ""
     said = elsewhere or exception
@@ -209,6 +230,7 @@ def make_report(
         "kind": kind(failure, exception=exception, terminated=terminated),
         "round": round_,
         "replica": replica,
+        "finished": finished,
         "exception": _cut_middle(said, _MAX_EXCEPTION) if said else None,
         "step": state.step if state else None,
         "rounds": [_brief(record) for record in results.records] or None,
