@@ -40,7 +40,10 @@ _MOVES = 60_000
 
 
 class GangWorld(World):
-    """``launcher_class``: for wrong launchers. ``rescues``: survivors save the newest step."""
+    """``launcher_class``: for wrong launchers. ``rescues``: survivors save the newest step.
+
+    ``least``: replicas of an elastic gang, of which an operator as today knows nothing.
+    """
 
     def __init__(
         self,
@@ -48,14 +51,16 @@ class GangWorld(World):
         *,
         launcher_class: type[Launcher] = Launcher,
         rescues: bool = False,
+        least: int = 0,
         **more: Any,
     ) -> None:
         self.rescues, self.rescued = rescues, Rescues()
-        self.launcher_class = launcher_class
+        self.launcher_class, self.least = launcher_class, least
         self.launchers: dict[str, Launcher] = {}  # by uid of the pod, those of dead ones too
         self.finishing = False
         self.stale: set[str] = set()  # names that lead to the pod before
         self.began: dict[tuple[str, Key], dict[int, str]] = {}  # job, key -> pods by replica
+        self.sizes: dict[tuple[str, Key], int] = {}
         self.numbers: dict[tuple[str, int], str] = {}  # job, number -> pod of the hub
         self.met: list[str] = []  # faults
         self.told: set[str] = set()  # pods that got SIGTERM
@@ -75,6 +80,8 @@ class GangWorld(World):
             if given != hub.uid or key.number != attempt(hub.pod):
                 what = f"{hub.uid} of attempt {attempt(hub.pod)} gives out {key}"
                 raise Violation("k2_number_of_one_hub", f"{what}; {given} had number {key.number}")
+        if self.least:
+            self._begins_elastic(launcher, key)
         known = self.began.setdefault((launcher.job, key), {})
         other = known.setdefault(launcher.replica, launcher.uid)
         if other != launcher.uid and self._made_again(launcher, key, other):
@@ -89,6 +96,32 @@ class GangWorld(World):
             if one.workers.running and (one is launcher or one.workers.key < key):
                 older = f"{one.uid} still runs {one.workers.key}"
                 raise Violation("k3_all_stand_still", f"{launcher.uid} begins {key}, and {older}")
+
+    def _begins_elastic(self, launcher: Launcher, key: Key) -> None:
+        size = self.sizes.setdefault((launcher.job, key), launcher.replicas)
+        if size != launcher.replicas:
+            raise Violation("k1_one_list", f"round {key} has {size} and {launcher.replicas}")
+        if size < self.least:
+            raise Violation("e1_least", f"round {key} begins with {size} of {self.least}")
+        if launcher.replica >= size:
+            raise Violation("e1_ranks", f"replica {launcher.replica} begins in {key}, of {size}")
+
+    def asks(self, launcher: Launcher) -> None:
+        """Between two growths lies a snapshot (E5)."""
+        if launcher.workers.snapshot_step() < 0:
+            raise Violation("e5_progress", f"{launcher.uid} ends {launcher.workers.key} for growth")
+
+    def training(self) -> int:
+        """The size of the newest round if all on its list are in it and linked, else 0."""
+        (job, key), pods = max(self.began.items(), key=lambda one: one[0][1])
+        ones = [self.launchers[uid] for uid in pods.values()]
+        in_it = [one for one in ones if one.there and one.workers.key == key]
+        return len(pods) if len(in_it) == self.sizes[job, key] else 0
+
+    def must_train(self, size: int, seconds: float = 60) -> None:
+        """It steps again, with so many, within that time (E2, E6)."""
+        if not self.run(lambda: self.training() == size, seconds):
+            raise Violation("e2_trains", f"{self.training()} train, not {size}: {self.told_of()}")
 
     def _made_again(self, launcher: Launcher, key: Key, other: str) -> bool:
         """While a whole gang starts, the next operator makes again what is missing but the hub.
@@ -239,7 +272,8 @@ class GangWorld(World):
         for other in self._peers(one):
             mine = other.workers.key == one.workers.key
             done = mine and other.workers.succeeded and self.finishing  # else it left too early
-            if not done and not (mine and other.alive and other.workers.running):
+            cut = self.least and not self.network.reaches(one, other)
+            if cut or (not done and not (mine and other.alive and other.workers.running)):
                 return True
         return False
 
@@ -287,7 +321,9 @@ class GangWorld(World):
 
     def sleep(self, seconds: float | None = None) -> None:
         """Launchers in trouble look at the clock each second."""
-        if all(one.settled for one in self.launchers.values() if one.alive):
+        alive = [one for one in self.launchers.values() if one.alive]
+        grows = self.least and any(one.stands_by for one in alive)
+        if all(one.settled for one in alive) and not grows:
             super().sleep(seconds)
         elif seconds is None:
             before = self.cluster.now

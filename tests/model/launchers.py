@@ -15,14 +15,20 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 from unittest import mock
 
-from ddpjob_contract import POD_UID, State, TerminationReport
+from ddpjob_contract import (
+    GROW_AFTER_SECONDS,
+    MIN_REPLICAS,
+    POD_UID,
+    State,
+    TerminationReport,
+)
 from ddpjob_trainer.environment import RESCUE, read_launcher
 from ddpjob_trainer.launcher import supervisor
 from ddpjob_trainer.launcher.host import Connections
 from ddpjob_trainer.launcher.hub import membership
 from ddpjob_trainer.launcher.hub.hub import Hub
 from ddpjob_trainer.launcher.hub.membership import HubClient
-from ddpjob_trainer.launcher.hub.messages import BEAT_SECONDS, Key, Message
+from ddpjob_trainer.launcher.hub.messages import BEAT_SECONDS, Ask, Key, Message
 from ddpjob_trainer.launcher.hub.root_cause import Exit
 from ddpjob_trainer.launcher.launch_config import LaunchConfig, make_launch_config
 from ddpjob_trainer.launcher.local_round import LocalRound, Parked, Running, Succeeded
@@ -34,6 +40,9 @@ from model.network import Line, ModelCalls, ModelClient, Network, Silent
 from model.rescues import ModelRescuer, Rescues, Survivor
 
 _PROGRAM = Program("json", (), module=True)
+_OURS = Program("ddpjob_trainer", (), module=True)
+#: Seconds from one snapshot of a round to the next, in elastic gangs.
+SNAPSHOT_SECONDS = 30
 _NOWHERE = Path("/nowhere")
 _SILENT: Any = Silent()
 
@@ -45,9 +54,13 @@ class Watched(Protocol):
     cluster: Cluster
     rescues: bool  # survivors save the newest step
     rescued: Rescues
+    least: int  # replicas of an elastic gang; 0: their number is fixed
 
     def begins(self, launcher: Launcher, key: Key) -> None:
         """A round's workers start."""
+
+    def asks(self, launcher: Launcher) -> None:
+        """Its hub has the gang stop, to grow."""
 
 
 class Workers:
@@ -63,6 +76,7 @@ class Workers:
         self.kill_at: float | None = None
         self.first_word_by: float | None = None
         self.survivor = Survivor()
+        self.began = self.now = 0.0
 
     @property
     def rank(self) -> int:
@@ -88,7 +102,9 @@ class Workers:
         """It leaves no record."""
 
     def snapshot_step(self) -> int:
-        return -1
+        """Of an elastic gang they are as old as the round's last, by the world's clock."""
+        lived = self.now - self.began
+        return int(self.now) if self._config.elastic and lived >= SNAPSHOT_SECONDS else -1
 
     def is_training(self) -> bool:
         return True
@@ -120,7 +136,7 @@ class Workers:
     def end(self, status: int, now: float) -> None:
         """The launcher reaps it."""
         ours = self.stopping and status in (-signal.SIGKILL, 143)
-        self.running = 0
+        self.running, self.now = 0, now
         self.exits.append(Exit(self.rank, 0, status, now, ours, step=self.survivor.step))
 
 
@@ -169,10 +185,14 @@ class Launcher(Supervisor):
         """As the operator has set it, and its kubelet."""
         told = pod["spec"]["containers"][0]["env"]
         more = {POD_UID: self.uid} | ({RESCUE: "1"} if self.world.rescues else {})
+        if self.world.least:
+            more |= {MIN_REPLICAS: str(self.world.least), GROW_AFTER_SECONDS: "10"}
         return {one["name"]: one["value"] for one in told if "value" in one} | more
 
     def _post(self, post: Callable[[int, Message], None], seat: int, message: Message) -> None:
         self.world.rescued.posted(self, seat, message, self._tick)
+        if isinstance(message, Ask):
+            self.world.asks(self)
         post(seat, message)
 
     def _join(self, config: LaunchConfig, now: float) -> membership.Membership:
@@ -184,7 +204,10 @@ class Launcher(Supervisor):
             "host": SimpleNamespace(bind=lambda port: _SILENT),
         }
         with mock.patch.multiple(membership, **parts):
-            return membership.join(config, _SILENT, _hush, lambda: -1, lambda **_: "", now)
+            return membership.join(
+                config, _SILENT, _hush, lambda: -1, lambda **_: "", now,
+                self._newest_snapshot,
+            )  # fmt: skip
 
     # --- The supervisor's parts -----------------------------------------------------------
 
@@ -198,12 +221,14 @@ class Launcher(Supervisor):
 
     def _start(self, workers: Workers, now: float, drill: str, reached: int) -> None:
         self.world.begins(self, workers.key)
-        workers.running = 1
+        workers.running, workers.began = 1, now
 
     def step(self, now: float) -> None:
         """One turn of its loop."""
         network, member = self.world.network, self._member
         self._tick = now
+        if self.workers.running:
+            self.workers.now = now
         network.deliver(self, now)
         if isinstance(link := member.link, ModelClient):
             link.dial(now)
@@ -359,4 +384,5 @@ class _Counts(dict[str, int]):
 
 @functools.lru_cache(maxsize=256)
 def _config(env: tuple[tuple[str, str], ...]) -> LaunchConfig:
-    return make_launch_config(read_launcher(dict(env)), _PROGRAM)
+    read = read_launcher(dict(env))
+    return make_launch_config(read, _OURS if read.elastic else _PROGRAM)
