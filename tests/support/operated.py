@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from support.launching import PATHS, free_ports, launch, page
 from support.rounds import COLD, Training, kill
@@ -41,9 +41,13 @@ HUB = "127.0.1.1"
 
 
 class Operated(Training):
-    """Three pods with a rank each, replica 0 with the hub. ``standby``: so many more wait."""
+    """Three pods with a rank each, replica 0 with the hub. ``standby``: so many more wait.
 
-    standby = 0
+    ``more``: further variables of each pod.
+    """
+
+    replicas, standby = 3, 0
+    more: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,7 +62,8 @@ class Operated(Training):
     def begin(self, **hub_ports: int) -> None:
         """Start all pods. ``hub_ports``: another way to the hub, by replica, as r2=..."""
         self.launchers = [
-            self._pod(one, hub_ports.get(f"r{one}", 0)) for one in range(3 + self.standby)
+            self._pod(one, hub_ports.get(f"r{one}", 0))
+            for one in range(self.replicas + self.standby)
         ]
 
     def replace(self, *replicas: int) -> None:
@@ -105,13 +110,14 @@ class Operated(Training):
             "DDPJOB_POD_UID": f"pod-{replica}-{self.attempt_now}", "DDPJOB_REPLICA": str(replica),
             "DDPJOB_REPLACE_SECONDS": "600", "DDPJOB_HUB_PORT": str(hub_port or self.hub_port),
             "DDPJOB_IN_PLACE_MAX_WITHOUT_PROGRESS": "3", "DDPJOB_DRILL": "Never",
-            "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(replica),
-            "MASTER_ADDR": HUB, "MASTER_PORT": str(self.port), "WORLD_SIZE": "3",
-            "RANK": str(replica), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo",
+            "PET_NNODES": str(self.replicas), "PET_NPROC_PER_NODE": "1",
+            "PET_NODE_RANK": str(replica), "MASTER_ADDR": HUB, "MASTER_PORT": str(self.port),
+            "WORLD_SIZE": str(self.replicas), "RANK": str(replica), "LOCAL_RANK": "0",
+            "GLOO_SOCKET_IFNAME": "lo", **self.more,
         }  # fmt: skip
-        if self.attempt_now > 1 or replica >= 3:
+        if self.attempt_now > 1 or replica >= self.replicas:
             env["DDPJOB_REPLACEMENT"] = "1"
-        if replica >= 3:
+        if replica >= self.replicas:
             del env["RANK"]
         if self.standby:
             env["DDPJOB_STANDBY"] = str(self.standby)
@@ -119,7 +125,7 @@ class Operated(Training):
             env["DDPJOB_METRICS_PORT"] = str(self.pages)
         report = str(self.directory / f"report-{replica}")
         return launch(
-            "--termination-log", report, *(COLD if replica < 3 else ()),
+            "--termination-log", report, *(COLD if replica < self.replicas else ()),
             str(self.script), str(self.directory),
             env=self._environment(env),
         )  # fmt: skip
