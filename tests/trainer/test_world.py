@@ -62,6 +62,17 @@ def test_rank_0_may_come_last(gang, port, wait_until):
     assert gang.wait() == {0: 0, 1: 0, 2: 0}
 
 
+def test_ranks_of_one_launcher_are_linked_and_others_are_not(gang, tmp_path):
+    (state := tmp_path / "state").mkdir()
+    for local, links in (("1", []), ("2", ["rank-0.link", "rank-1.link"])):
+        [meeting] = free_ports(1)
+        more = {"LOCAL_WORLD_SIZE": local, "DDPJOB_TRAINER_STATE_DIR": str(state)}
+        for rank in (0, 1):
+            gang.spawn(program, rank, environment(meeting, rank, 2, **more))
+        assert gang.wait() == {0: 0, 1: 0}
+        assert sorted(path.name for path in state.glob("*.link")) == links
+
+
 @pytest.mark.fault("T6")
 def test_a_straggler_of_an_earlier_attempt_ends_with_75(gang, port):
     gang.spawn(program, 0, environment(port, 0, 2, DDPJOB_ATTEMPT="3"))

@@ -2,15 +2,19 @@
 
 import os
 import socket
-from collections.abc import Callable
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ddpjob_trainer.comm import rendezvous
-from ddpjob_trainer.comm.world import World, send
+from ddpjob_trainer.comm.world import Sent, World, send
+from ddpjob_trainer.errors import PeerLostError
 from support.launching import free_ports
 
 
@@ -22,6 +26,57 @@ def test_each_name_gets_its_own_sums_and_may_ask_twice():
     later = send(world, {"a": [5.0]})
     assert later.host.sums == {"a": [5.0]}
     assert sent.host.sums["a"] == [1.0, 2.0], "a step is heard when the next one is under way"
+
+
+class Rank(World):
+    """One of three in this process; they meet where they agree whether all can listen."""
+
+    met = threading.Barrier(3)
+    said: ClassVar[dict[int, float]] = {}
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        self.said[self.rank] = values[0]
+        self.met.wait()
+        return [sum(self.said.values())]
+
+
+def linked(directory: Path) -> list[World]:
+    """Return the ranks of one launcher."""
+    ranks = [Rank(n, 3, torch.device("cpu"), None, object(), None) for n in range(3)]  # type: ignore[arg-type]
+    with ThreadPoolExecutor(3) as threads:
+        found = threads.map(lambda rank: rendezvous._link(rank, directory), ranks)
+        for rank, links in zip(ranks, found, strict=True):
+            rank.links = links
+    return [*ranks]
+
+
+def test_ranks_of_one_launcher_hear_one_another_and_who_is_gone(tmp_path):
+    ranks = linked(tmp_path)
+
+    def all_send(number: float) -> list[Sent]:
+        return [send(rank, {"a": [number], "b": [0.5, -1.0]}) for rank in ranks]
+
+    for number in (1.0, 2.0):
+        for one in all_send(number):
+            assert one.host.sums == {"a": [3 * number], "b": [1.5, -3.0]}
+    first, *others = all_send(3.0)
+    assert first.host.sums["a"] == [9.0]
+    ranks.pop(0).links = None  # it ends, and what it has said counts
+    for one in others:
+        assert one.host.sums["a"] == [9.0]
+    for rank in ranks:
+        assert rank.links is not None
+        with pytest.raises(ConnectionError, match="closed by peer"):
+            rank.links.sums([4.0])
+        with pytest.raises(PeerLostError, match="Broken pipe"):
+            send(rank, {"a": [4.0]})
+
+
+def test_where_one_rank_cannot_listen_all_talk_by_gloo(tmp_path):
+    (tmp_path / "rank-1.link").mkdir()
+    assert [rank.links for rank in linked(tmp_path)] == [None] * 3
+    (tmp_path / "rank-1.link").rmdir()
+    assert None not in [rank.links for rank in linked(tmp_path)], "an earlier run's are replaced"
 
 
 LAYOUTS: dict[str, Callable[[], torch.Tensor]] = {

@@ -134,6 +134,7 @@ class WorkerEnvironment:
     world_size: int
     local_rank: int
     most: int  # ranks of an elastic job; 0: their number is fixed
+    local_size: int  # processes of this launcher; 0: unknown
     master: tuple[str, int] | None
     agent_store: bool  # torchrun's agent already serves the store
     identity: Identity
@@ -425,6 +426,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         world_size=world,
         local_rank=local_rank,
         most=_integer(env, MOST_RANKS, 0),
+        local_size=_integer(env, "LOCAL_WORLD_SIZE", 0),
         master=master if world > 1 else None,
         agent_store=_has_agent_store(env),
         identity=_identity(env),

@@ -92,6 +92,8 @@ def peer_loss() -> Iterator[None]:
     """Turn a transport's errors into PeerLostError, or ConfigError."""
     try:
         yield
+    except OSError as error:  # of a socket of ours
+        raise PeerLostError(f"another rank is gone: {error}") from error
     except RuntimeError as error:
         if cure := cure_of(error):
             raise ConfigError(f"{brief(error)}: {cure}") from error

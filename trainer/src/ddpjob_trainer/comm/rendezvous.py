@@ -20,6 +20,8 @@ import struct
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ from ddpjob_contract import UNRESOLVED
 from ddpjob_trainer import failpoints
 from ddpjob_trainer.comm.peer_loss import brief, peer_loss
 from ddpjob_trainer.comm.sealed import Board, Seal, data_of, forgery, read
-from ddpjob_trainer.comm.world import World, holds_group
+from ddpjob_trainer.comm.world import Links, World, holds_group
 from ddpjob_trainer.environment import Identity, StoreKey, WorkerEnvironment
 from ddpjob_trainer.errors import ConfigError, PeerLostError
 from ddpjob_trainer.gpu import accelerator
@@ -92,6 +94,7 @@ def _address(interface: str) -> str | None:
 
 _NEWS_SECONDS = 10.0
 _CONNECT_SECONDS = 60.0
+_local_socket = partial(socket.socket, socket.AF_UNIX, socket.SOCK_SEQPACKET)
 #: The first pause of a wait; in a restart in place the other ranks are milliseconds away.
 _FIRST_PAUSE_SECONDS = 0.001
 _LONGEST_PAUSE_SECONDS = 0.5
@@ -370,8 +373,32 @@ def join(env: WorkerEnvironment, key: StoreKey, started: float, device: torch.de
     control = _group(store, env, device, connecting, timeout)
     board = Board(store, seal, env.rank)
     world = World(env.rank, env.world_size, device, env.identity, control, board)
-    holds_group(world, "control", "board")
+    if env.state_dir is not None and env.local_size == env.world_size > 1:
+        world.links = _link(world, env.state_dir)
+    holds_group(world, "control", "board", "links")
     return world
+
+
+def _link(world: World, directory: Path) -> Links | None:
+    """Link the ranks of one launcher; None if one of them cannot. Raises PeerLostError."""
+    paths = [str(directory / f"rank-{rank}.link") for rank in range(world.size)]
+    with _local_socket() as listener:
+        try:
+            Path(paths[world.rank]).unlink(missing_ok=True)  # of an earlier run of this process
+            listener.bind(paths[world.rank])
+            listener.listen(world.size)
+            listening = 1.0
+        except OSError:
+            listening = 0.0
+        if world.sum([listening])[0] < world.size:
+            return None
+        others = [_local_socket() for _ in range(world.rank)]
+        listener.settimeout(_CONNECT_SECONDS)
+        with peer_loss():
+            for other, path in zip(others, paths, strict=False):
+                other.connect(path)
+            others += [listener.accept()[0] for _ in range(world.rank + 1, world.size)]
+    return Links(others)
 
 
 def _group(

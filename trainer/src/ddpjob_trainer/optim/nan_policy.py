@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ddpjob_trainer.comm.world import World
 from ddpjob_trainer.errors import DivergedError
@@ -173,7 +172,9 @@ def _odd(gradients: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 
     In one call of torch's: in a short step a call per tensor would show.
     """
-    groups: Any = _group_tensors_by_device_and_dtype([[*gradients]]) if gradients else {}
+    # Not by torch.utils, whose no_grad() takes as long as the rest of this function.
+    grouped: Any = torch._C._group_tensors_by_device_and_dtype
+    groups = grouped([gradients], False) if gradients else {}
     for (group,), _ in groups.values():
         found = torch.zeros(1, device=group[0].device, dtype=torch.float32)
         try:
