@@ -28,7 +28,9 @@ MANIFEST = ROOT / "manifests" / "examples" / "digits.yaml"
 KILLED = 1
 PATIENCE = 900.0
 #: Lines that a reader should see: of replica 0 only, as all launchers say the same.
-SHOWN = re.compile(r" restarting in place| resuming after| restart (not )?proven|\] step \d+/")
+SHOWN = re.compile(
+    r" restarting in place| resuming after| is repeated| restart (not )?proven|\] step \d+/"
+)
 FIRST, SAID_BY = re.compile(r"progress: (http://\S+)"), "[digits-0] "
 
 

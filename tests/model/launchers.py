@@ -184,7 +184,7 @@ class Launcher(Supervisor):
     def environment(self, pod: Object) -> dict[str, str]:
         """As the operator has set it, and its kubelet."""
         told = pod["spec"]["containers"][0]["env"]
-        more = {POD_UID: self.uid} | ({RESCUE: "1"} if self.world.rescues else {})
+        more = {POD_UID: self.uid} | {RESCUE: str(int(self.world.rescues))}
         if self.world.least:
             more |= {MIN_REPLICAS: str(self.world.least), GROW_AFTER_SECONDS: "10"}
         return {one["name"]: one["value"] for one in told if "value" in one} | more

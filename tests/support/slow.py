@@ -1,10 +1,12 @@
 """Runs a script of examples/ as it stands, with slow steps until a file is there.
 
-slow.py FILE SECONDS SCRIPT ARGUMENTS; it runs inside the trainer's image, from the claim.
+slow.py FILE SECONDS SCRIPT ARGUMENTS; it runs inside the trainer's image, from the claim. Once
+FILE.gpu-2 is there the GPU of rank 2 fails.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 import time
@@ -17,6 +19,10 @@ _commit = Step.commit
 
 
 def commit(self: Step) -> None:
+    gpu = Path(f"{file}.gpu-{os.environ['RANK']}")
+    if gpu.exists():
+        gpu.unlink()
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
     until = time.monotonic() + float(seconds)
     while time.monotonic() < until and not Path(file).exists():
         time.sleep(0.05)

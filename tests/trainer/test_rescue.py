@@ -19,14 +19,14 @@ PATIENT = {
     "launcher.hub.hub.RESCUE_SECONDS": PATIENCE,
     "liveness.marks.HOLD_SECONDS": PATIENCE,
 }
-ON = {"DDPJOB_TRAINER_RESCUE": "1", "DDPJOB_DRILL": "Never"}
+ON = {"DDPJOB_DRILL": "Never"}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """With the switch off: the buffers' other way changes no bit."""
     training = Training(tmp_path_factory.mktemp("undisturbed"))
-    training.launch(*COLD, DDPJOB_DRILL="Never")
+    training.launch(*COLD, DDPJOB_DRILL="Never", DDPJOB_TRAINER_RESCUE="0")
     assert training.codes() == [0], training.errors
     return training.outcome()
 
@@ -50,7 +50,6 @@ def start_three(training, launchers: int, tmp_path):  # type: ignore[no-untyped-
         training.attempt(1, *COLD, **env)
 
 
-@pytest.mark.tier("gate")  # the switch is off
 @pytest.mark.parametrize(("launchers", "rank"), [(1, 0), (3, 0), (3, 2)])
 def test_no_finished_step_is_done_again(training, tmp_path, undisturbed, launchers, rank):  # type: ignore[no-untyped-def]
     training.hold(f"1-0-step-{KILLED}-{rank}")

@@ -61,7 +61,7 @@ properties:
         # Held equal to RESERVED_ENV, USER_ENV and OWN_PREFIX of ddpjob_contract by a test.
         - rule: >-
             (!self.name.startsWith('DDPJOB_') || self.name in ['DDPJOB_TRAINER_SNAPSHOT_UPLOAD',
-            'DDPJOB_TRAINER_EVENTS', 'DDPJOB_TRAINER_TENSORBOARD'])
+            'DDPJOB_TRAINER_EVENTS', 'DDPJOB_TRAINER_TENSORBOARD', 'DDPJOB_TRAINER_RESCUE'])
             && !(self.name in [
             'MASTER_ADDR', 'MASTER_PORT', 'PET_NNODES', 'PET_NPROC_PER_NODE', 'PET_NODE_RANK',
             'PET_MASTER_ADDR', 'PET_MASTER_PORT', 'PET_RDZV_ID',

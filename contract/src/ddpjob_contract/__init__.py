@@ -94,11 +94,13 @@ HANG_OUTPUT_SECONDS: Final = "DDPJOB_HANG_OUTPUT_SECONDS"  # unset: a program ma
 #: A template may set none of these, nor anything that starts with OWN_PREFIX but for USER_ENV.
 RESERVED_ENV: Final = RENDEZVOUS_ENV + PROCESS_ENV
 
-#: Where snapshots, events and curves go: the user sets these, in a template or in a shell.
+#: The user sets these, in a template or in a shell: where snapshots, events and curves go, and
+#: whether survivors of a failure save the newest step (0: they do not).
 USER_ENV: Final = (
     "DDPJOB_TRAINER_SNAPSHOT_UPLOAD",
     "DDPJOB_TRAINER_EVENTS",
     "DDPJOB_TRAINER_TENSORBOARD",
+    "DDPJOB_TRAINER_RESCUE",
 )
 
 # --- Exit codes of the trainer container --------------------------------------------------

@@ -99,8 +99,7 @@ class Subject:
             base["BENCH_RECORD"] = str(self._directory)
             return Run(command, base, self._directory / "log")
         environment = environment_of_job(base, self._directory, "bench", EVERY, None)
-        if "rescue" in self.way:
-            environment[RESCUE] = "1"
+        environment[RESCUE] = str(int("rescue" in self.way))
         if not self.rounds:
             environment[contract.IN_PLACE_MAX_WITHOUT_PROGRESS] = "0"
         return Run(launcher(self._nproc, *program), environment, self._directory / "log")

@@ -90,6 +90,24 @@ def test_a_node_dies_with_the_leading_operator_and_ranks_of_a_gang(site, finishe
 
 @pytest.mark.tier("all")
 @pytest.mark.fault("N6")
+def test_the_survivors_of_a_lost_node_save_the_newest_step(site, finished, machines):
+    """No other snapshot is made."""
+    name = "node-rescue"
+    site.apply(spread(digits(name, steps=STEPS, slow=3, every=1000, nodeLost=FENCE)))
+    site.wait_running(name, 1, step=2)
+    wait_for(lambda: site.status(name).get("holds"), f"{name} to be able to hold")
+    hub = site.pods(name)[f"{name}-0"]["spec"]["nodeName"]
+    dead = next(node for node in NODES if node != hub)
+    reached = site.progress(name, "step")
+    site.cluster.node("stop", dead)
+    site.wait_running(name, 2)
+    site.resumed_from(name, at_least=max(1, reached))
+    assert finished(name)["restarts"]["charged"] == 0
+    site.delete(name)
+
+
+@pytest.mark.tier("all")
+@pytest.mark.fault("N6")
 def test_under_wait_the_job_says_what_ends_it_and_that_does(site, finished, machines):
     name = "waits"
     dead = next(node for node in NODES if node != site.leader()[1])

@@ -252,7 +252,7 @@ def prove(options: argparse.Namespace, folder: Path) -> Result:
 def _rescues(trace: Path, made: Collection[Made]) -> dict[str, int]:
     """Count what the rescue after each kill came to, as the launcher has marked it."""
     lines = [json.loads(line) for line in trace.read_text().splitlines() if '"rescue"' in line]
-    if os.environ.get(RESCUE) != "1":
+    if os.environ.get(RESCUE) == "0":
         return {}
     found: Counter[str] = Counter()
     ends = [*(one.at for one in made), math.inf][1:]

@@ -39,12 +39,10 @@ ROUND_DRILL = "DDPJOB_TRAINER_DRILL"
 TRACE = "DDPJOB_TRAINER_TRACE"
 #: Where `ddpjob chaos` wants records and arms fail points; only it sets this.
 CHAOS = "DDPJOB_TRAINER_CHAOS"
-#: "1": survivors of a failure save the newest step before they are ended; off by default.
-RESCUE = "DDPJOB_TRAINER_RESCUE"
 #: Set by a user: a refusal shows its whole traceback, on every rank.
 TRACEBACK = "DDPJOB_TRAINER_TRACEBACK"
 #: A user may set these; arguments of start() come first.
-SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD = contract.USER_ENV
+SNAPSHOT_UPLOAD, EVENTS, TENSORBOARD, RESCUE = contract.USER_ENV
 
 _HANG = (contract.HANG_STARTUP_SECONDS, contract.HANG_STEP_SECONDS, contract.HANG_SNAPSHOT_SECONDS)
 MIN_KEEP = 2
@@ -444,7 +442,7 @@ def read_worker(env: Mapping[str, str]) -> WorkerEnvironment:
         tensorboard_dir=env.get(TENSORBOARD) or None,  # may be a URL
         # A single process without deadlines may well be a person with a debugger.
         watch=not env.get(STATE_DIR) and (world > 1 or any(env.get(name) for name in _HANG)),
-        rescue=env.get(RESCUE) == "1",
+        rescue=env.get(RESCUE) != "0",
     )
 
 
@@ -493,6 +491,6 @@ def read_launcher(env: Mapping[str, str]) -> LauncherEnvironment:
         output=json.loads(env.get(contract.OUTPUT) or "{}"),
         snapshot_dir=None if "://" in snapshots else _path(env, contract.SNAPSHOT_DIR),
         upload=env.get(SNAPSHOT_UPLOAD, ""),
-        rescue=env.get(RESCUE) == "1",
+        rescue=env.get(RESCUE) != "0",
         elastic=_elastic(env),
     )

@@ -3,7 +3,7 @@
 A thread listens, for the main one may wait in a collective for a peer that is gone. The launcher
 asks one survivor to write an ordinary snapshot of its newest boundary, and another one to vouch: to
 hash its own. Only where both hold the same bits does the snapshot get its manifest, as one flipped
-bit would become everybody's. Off unless environment.RESCUE is set.
+bit would become everybody's. CPU only; environment.RESCUE=0 switches it off.
 
 Rank 0's own work after commit() (files, logs) is never left out: a step in whose body it died is
 left under way, and the older snapshot counts. Nobody can know it of a pod that is lost: then, and

@@ -144,11 +144,9 @@ def start(
     shutdown.watch_exceptions()
     torch.manual_seed(options.seed)  # the GPU's, too: models built from here on are equal
     generators.seed_generators(options.seed)
-    rescues = env.rescue and env.state_dir is not None and world.size > 1
-    if rescues and place.type != "cpu":
-        rescues = False
-        say(world.rank, "steps since a snapshot are done again after a failure: not on a GPU yet")
-    averaging: Averaging = DdpAveraging(options, world, rescue=rescues)
+    keeps = env.rescue and settings.directory is not None and place.type == "cpu"
+    rescues = env.state_dir if keeps and world.size > 1 else None
+    averaging: Averaging = DdpAveraging(options, world, rescue=rescues is not None)
     if options.level == "elastic":
         averaging = ElasticAveraging(options, world)
     progress = _make_progress(
@@ -162,8 +160,8 @@ def start(
     replay = Replay(world, progress, record)
     drill = Drill(env.drill, env.identity, replay, manager)
     rescue = None
-    if rescues and env.state_dir is not None and settings.directory is not None:
-        rescue = Rescue(env.state_dir, world, manager)
+    if rescues is not None:
+        rescue = Rescue(rescues, world, manager)
         shutdown.before_leaving = rescue.hold
     profiler = Profiler(writer, env.rank, env.state_dir, settings.directory)
     process = RunContext(
