@@ -473,6 +473,37 @@ def test_a_member_removed_is_a_disruption_like_any_other(how, there):
     assert world.status["restarts"]["charged"] == 0
 
 
+def with_resources(**resources: object) -> World:
+    container = {"name": "trainer", "image": "i", "resources": resources}
+    template = {"spec": {"containers": [{"name": "log", "image": "i"}, container]}}
+    return World(job_object(template=template)).settle()
+
+
+@pytest.mark.parametrize(
+    ("resources", "said"),
+    [
+        ({"limits": {"cpu": "10m", "memory": "64Mi"}},
+         "limits.cpu 10m (at least 100m), limits.memory 64Mi (at least 400Mi)"),
+        ({"requests": {"memory": "64Mi"}}, "requests.memory 64Mi (at least 400Mi)"),
+        ({"limits": {"memory": 1e8}}, "limits.memory 100000000.0 (at least 400Mi)"),
+        ({"limits": {"memory": "3e2"}}, "limits.memory 3e2 (at least 400Mi)"),
+        ({"limits": {"memory": "300Mi"}}, "limits.memory 300Mi (at least 400Mi)"),
+        ({"limits": {"memory": "1E"}, "requests": {"cpu": ".09"}},
+         "requests.cpu .09 (at least 100m)"),
+        ({"limits": {"cpu": 0.1, "memory": "400Mi"}}, ""),
+        ({"limits": {"cpu": "2"}, "requests": {"cpu": "10m"}}, ""),
+        ({"limits": {"memory": "0.42G", "cpu": "100000u"}}, ""),
+        ({"limits": {"cpu": "many"}}, ""), ({}, ""),
+    ],
+)  # fmt: skip
+def test_too_little_for_torch_is_told_once_at_the_start(resources, said):
+    world = with_resources(**resources)
+    world.run().end(0, 1).run()
+    told = [e for e in world.events if e.reason == "TooFewResources"]
+    assert [f"has {said}: importing torch" in e.message for e in told] == [True] * bool(said)
+    assert {e.type for e in told} <= {"Warning"}
+
+
 def ready(world: World) -> tuple[str, str, str]:
     """Status and reason of the condition, and what kstatus makes of the job by it."""
     found = world.condition("Ready")

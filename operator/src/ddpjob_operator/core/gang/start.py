@@ -239,7 +239,12 @@ def begin_job(view: View, change: Change) -> Change:
         change = change.condition(type_, False, reason, "", view.now)
     # The change of spec may have cured what was refused before.
     change = change.condition("Invalid", False, "Valid", "", view.now)
-    return change.event("Normal", reason, message)
+    change = change.event("Normal", reason, message)
+    if not (scarce := view.spec.template.scarce):
+        return change
+    what = f"the trainer container has {scarce}: importing torch takes more, so it crawls or is"
+    cure = "killed; raise them in spec.template, which may change while the job is suspended"
+    return change.event("Warning", "TooFewResources", f"{what} {cure}")
 
 
 def suspend(view: View, change: Change) -> Change:

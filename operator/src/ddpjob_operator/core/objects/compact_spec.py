@@ -14,15 +14,23 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Final
 
 from ddpjob_contract import crd
 from ddpjob_operator.core.objects.json_read import mapping, sequence, text
 
+_QUANTITY: Final = re.compile(
+    r"\+?(\d+\.?\d*|\.\d+)(?:[eE]([+-]?\d{1,3})|([KMGTPE]i|[numkMGTPE]))?"
+)
+_DECIMAL: Final = dict(zip("num kMGTPE", range(-9, 19, 3), strict=True))
+_BINARY: Final = {f"{letter}i": 1 << 10 * n for n, letter in enumerate(" KMGTPE") if n}
 #: Kubernetes takes 8.0, 8e0, +8, 8000m and 0.008k for 8, too.
 _PLAIN: Final = re.compile("[0-9]{1,9}")
 #: A quantity that is not zero, as 0, 0.0 and 0k are.
 _SOME: Final = re.compile("[^a-zA-Z]*[1-9]")
+#: With less of either, importing torch takes minutes, or is killed.
+_LEAST: Final = {"cpu": ("100m", 0.0999), "memory": ("400Mi", 399.9 * 2**20)}
 #: With either no scheduler is free to place the pods as one group of ours.
 _PLACED: Final = ("nodeName", "schedulingGroup")
 TEMPLATE_BYTES: Final = 128 * 1024
@@ -49,8 +57,9 @@ class Template:
     """spec.template. ``gpus``: the trainer's limit of ``gpu`` as written, empty without one.
 
     ``ports``: all declared. ``mounts``: paths of the trainer's volumes. ``host_network``: its pods
-    are on their node's network. ``priority``: its class. ``scheduler``: the one that it names.
-    ``placed``: the field by which no group can be placed.
+    are on their node's network. ``scarce``: in words, resources that the trainer has too little of.
+    ``priority``: its class. ``scheduler``: the one that it names. ``placed``: the field by which no
+    group can be placed.
     """
 
     packed: Packed
@@ -60,6 +69,7 @@ class Template:
     ports: frozenset[int]
     mounts: frozenset[str]
     host_network: bool
+    scarce: str
     priority: str
     scheduler: str
     placed: str
@@ -111,10 +121,36 @@ def template(raw: object) -> Template:
         ports=frozenset(number for number in numbers if isinstance(number, int)),
         mounts=frozenset(normal_path(path) for path in mounts if isinstance(path, str)),
         host_network=body.get("hostNetwork") is True,
+        scarce=_scarce(mapping(trainer.get("resources"))),
         priority=text(body.get("priorityClassName")),
         scheduler=text(body.get("schedulerName")) or crd.SCHEDULER,
         placed=next((field for field in _PLACED if body.get(field)), ""),
     )
+
+
+def _scarce(resources: Mapping[str, Any]) -> str:
+    """Name limits, or else requests, too small for any program that imports torch."""
+    found = []
+    for name, (least, few) in _LEAST.items():
+        for kind in ("limits", "requests"):
+            given = mapping(resources.get(kind)).get(name)
+            size = _number(given)
+            if size is not None and size < few:
+                found.append(f"{kind}.{name} {given} (at least {least})")
+            if size is not None:
+                break
+    return ", ".join(found)
+
+
+def _number(quantity: object) -> Decimal | None:
+    """Read a quantity, such as 100m, 1.5Gi or 2e3; None if it is none."""
+    found = _QUANTITY.fullmatch(str(quantity)[:32])
+    if found is None:
+        return None
+    value, exponent, unit = Decimal(found[1]), found[2], found[3] or " "
+    if exponent:
+        return value.scaleb(int(exponent))
+    return value * _BINARY[unit] if unit in _BINARY else value.scaleb(_DECIMAL[unit])
 
 
 def volume(raw: object) -> Packed:
