@@ -1,4 +1,4 @@
-"""Several operators of one lease: who acts, who follows, and how the process ends."""
+"""Several operators, one lease or two: who acts, who follows, and how the process ends."""
 
 import secrets
 import signal

@@ -498,4 +498,30 @@ properties:
       lastRecoverySeconds:
         description: Seconds of the last outage, from the last known step to all replicas running.
         type: number
+  operator:
+    description: >-
+      The operator that acts on the job, and another release that asks whether it lives (condition
+      Stalled, reason OtherOperator).
+    type: object
+    properties:
+      lease:
+        description: Namespace and name of its Lease.
+        type: string
+        maxLength: 400
+      version:
+        description: Its version at the last write.
+        type: string
+        maxLength: 64
+      other:
+        description: Namespace and name of the Lease of the one that asks.
+        type: string
+        maxLength: 400
+      asked:
+        description: When that one asked, by its own clock. Without an answer it takes the job over.
+        type: string
+        format: date-time
+      answered:
+        description: When this one answered, by its own clock.
+        type: string
+        format: date-time
 {{- end }}

@@ -161,6 +161,19 @@ async def test_a_stored_status_is_known_at_once_and_only_then_told(stage):
     assert body["metadata"]["resourceVersion"] == "5"
 
 
+@pytest.mark.parametrize("answer", ["stored", "repeated"])
+async def test_what_was_read_before_another_operator_acted_confirms_nothing(stage, answer):
+    """Also where aiohttp has repeated the write, and only the first one counts."""
+    stage.store.set_feedback("u1", act.ApiFeedback(confirmed=act.QuorumRead(2, NOW)))
+    stage.api.script = {"replace ddpjobs": [job(9, phase="Running")]}
+    if answer == "repeated":
+        stage.api.script["replace ddpjobs"] = [Conflict(409, "Conflict", "changed")]
+        stage.api.script["get ddpjobs"] = [job(9, phase="Running")]
+    await stage.do(act.WriteStatus({"phase": "Running"}, takes_over=True))
+    assert stage.now.resource_version == "9"
+    assert stage.feedback.confirmed is None
+
+
 @pytest.mark.parametrize(
     ("answer", "found", "told"),
     [

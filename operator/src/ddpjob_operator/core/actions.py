@@ -60,12 +60,14 @@ class WriteStatus:
     """Replace .status, guarded by the resourceVersion of the job that was planned on.
 
     ``begins``: phase Starting begins with it, so that QuorumRead.begun becomes true.
+    ``takes_over``: from another operator, which may have acted since the last QuorumRead.
     """
 
     status: Body
     events: tuple[Event, ...] = ()
     measurements: tuple[Measurement, ...] = ()
     begins: bool = False
+    takes_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,6 +287,8 @@ class ApiFeedback:
     report_after: timedelta = timedelta()  # between two reports of progress, at most 60 s
     pruned: tuple[Body, Body] | None = None  # the last status that was not stored as it was sent
     seen: frozenset[int] = frozenset()  # replicas of this attempt that once had a pod
+    lease: str = ""  # this operator's, NAMESPACE/NAME; "": it signs nothing
+    version: str = ""  # this operator's
     gang_api: str = ""  # the version of the API that serves PodGroups; "": none
     no_gang: tuple[int, str] | None = None  # an attempt that can have no PodGroup, and why
     groups_removed: str = ""  # the last PodGroup, with all before it, that is gone or about to go

@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Final
 
-from ddpjob_operator.core import actions
+from ddpjob_operator.core import actions, operators
 from ddpjob_operator.core.actions import ApiFeedback, ConfirmGone, DeletePod, Plan
 from ddpjob_operator.core.capacity import kueue, pod_group, refusals, template_guard
 from ddpjob_operator.core.change import Change, Stall
@@ -46,7 +46,8 @@ def plan(
     """
     view = build_view(job, pods, feedback, now, nodes)
     todo = _leave(view) if job.deleting else _plan(view)
-    return replace(todo, requeue_after=min(view.clock.wakes, default=None))
+    todo = replace(todo, requeue_after=min(view.clock.wakes, default=None))
+    return todo if job.deleting else operators.give_way(view, todo)
 
 
 def _plan(view: View) -> Plan:
@@ -55,12 +56,14 @@ def _plan(view: View) -> Plan:
         return Plan((actions.WriteStatus(st.to_dict(status)),))
     if status.terminal:
         seen = pod_group.update(view, Change(replace(status, observed_generation=job.generation)))
+        seen = operators.answer(status, view.feedback, view.clock, seen)
         if (written := conditions.write(view, seen)) is not None:
             return written
         # Nothing may be left of the job before its quota is given back.
         left = finish.clean_up(view)
         return left if left.actions else Plan(kueue.finish(view))
-    change = conditions.fill(view, pod_group.update(view, _decide(view)))
+    change = operators.answer(status, view.feedback, view.clock, _decide(view))
+    change = conditions.fill(view, pod_group.update(view, change))
     return conditions.write(view, change) or _act(view)
 
 
@@ -123,6 +126,7 @@ def _stalls(view: View, status: Status) -> Iterator[Stall]:
     yield from conditions.of_pods(view)
     yield from refusals.stalls(view)
     yield from verdict.crash_loop(view, status)
+    yield from operators.stalls(view.status, view.clock)
 
 
 def _restart(view: View, change: Change) -> Change | None:

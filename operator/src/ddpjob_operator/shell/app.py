@@ -90,6 +90,7 @@ class App:
             settings.metrics_from,
             self._known,
             lambda: self._gang_api.version,
+            self._elector.where,
             lambda: self._progress.jobs,
         )
         self._watcher = JobWatcher(credentials, settings.namespaces, self._on_job_event)

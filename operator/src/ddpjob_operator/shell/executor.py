@@ -164,6 +164,8 @@ class Executor:
             raise NotLeadingError
 
     async def _write_status(self, job: observe.Job, action: WriteStatus) -> bool:
+        if action.takes_over:
+            self._store.record(job.uid, confirmed=None)
         body = {
             "apiVersion": f"{crd.GROUP}/{crd.VERSION}",
             "kind": crd.KIND,

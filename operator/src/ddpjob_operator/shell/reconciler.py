@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Final, Generic, TypeVar
 
+from ddpjob_operator import __version__
 from ddpjob_operator.core.actions import Body
 from ddpjob_operator.core.objects import observe
 from ddpjob_operator.core.objects.json_read import integer, mapping
@@ -42,8 +43,8 @@ class Reconciler:
     """The work that the queue's workers do.
 
     ``known(namespace)``: its jobs and pods have been listed; until then its jobs are left alone.
-    ``gang_api()``: the version of the API that serves PodGroups, "" without one.
-    ``reporting()``: how many jobs report.
+    ``gang_api()``: the version of the API that serves PodGroups, "" without one. ``lease``: the
+    operator's, by which jobs name it; "": they do not. ``reporting()``: how many jobs report.
     """
 
     def __init__(
@@ -57,12 +58,13 @@ class Reconciler:
         metrics_from: tuple[Body, ...] = (),
         known: Callable[[str], bool] = lambda _: True,
         gang_api: Callable[[], str] = str,
+        lease: str = "",
         reporting: Callable[[], int] = int,
     ) -> None:
         self._store, self._queue, self._executor = store, queue, executor
         self._metrics, self._leads, self._clock = metrics, leads, clock
         self._metrics_from, self._known = metrics_from, known
-        self._gang_api, self._reporting = gang_api, reporting
+        self._gang_api, self._lease, self._reporting = gang_api, lease, reporting
         self._busy: dict[Key, int] = {}
 
     async def reconcile(self, key: Key) -> None:
@@ -106,6 +108,8 @@ class Reconciler:
             seen_since=since,
             metrics_from=self._metrics_from,
             gang_api=self._gang_api(),
+            lease=self._lease,
+            version=__version__,
             report_after=timedelta(seconds=self._reporting() / _REPORTS_PER_SECOND),
             workloads=self._store.workloads.of(job),
         )

@@ -65,7 +65,7 @@ _TEXT: Final = 4096
 _BUDGETS: Final = ("maxRestarts", "maxDisruptions")
 _CLASSES: Final = {*SEVERITY, "Startup", "Deadline", "Invalid"} - {"Collateral"}
 #: What is booked with each write, and is no reason for one.
-_BOOKED: Final = frozenset({"ledger", "goodput", "eta"})
+_BOOKED: Final = frozenset({"ledger", "goodput", "eta", "operator"})
 #: The label of a pod holds no more (observe.py); a larger number starts again from 0.
 MOST_ATTEMPTS: Final = 10**9 - 1
 
@@ -243,6 +243,20 @@ class Replicas:
 
 
 @dataclass(frozen=True, slots=True)
+class Operator:
+    """Which operator acts on the job, by its Lease, and which ``other`` asks whether it lives.
+
+    ``asked`` is by the clock of the one that asks, ``answered`` by that of the one that acts.
+    """
+
+    lease: str = ""  # NAMESPACE/NAME
+    version: str = ""
+    other: str = ""  # its Lease
+    asked: datetime | None = None
+    answered: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """The whole .status. ``phase`` None: no status was ever written.
 
@@ -278,6 +292,7 @@ class Status:
     ledger: Ledger = field(default_factory=Ledger)
     goodput: float | None = None
     eta: Eta | None = None
+    operator: Operator = field(default_factory=Operator)
     unknown: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -368,6 +383,7 @@ def _fields(status: Status) -> dict[str, Any]:
         "ledger": ledger.to_dict(status.ledger),
         "goodput": status.goodput,
         "eta": _written(status.eta, _ETA) if status.eta else None,
+        "operator": _written(status.operator, _OPERATOR) or None,
     }
 
 
@@ -426,6 +442,7 @@ def from_dict(body: object, replicas: int = MAX_REPLICAS) -> Status:
         ledger=ledger.from_dict(raw.get("ledger")),
         goodput=opt_number(raw.get("goodput")),
         eta=Eta(**eta) if eta["at"] else None,
+        operator=Operator(**_read(raw.get("operator"), _OPERATOR)),
         unknown=_unknown(raw),
     )
 
@@ -522,6 +539,8 @@ _RESTARTS: Final = _table(Restarts, snapshot_step=lambda value: opt_count(value)
 _PROGRESS: Final = _table(Progress, metrics=metrics)
 _TIMINGS: Final = _table(Timings)
 _ETA: Final = _table(Eta, remaining=partial(text, limit=32))
+_LEASE: Final = partial(text, limit=400)
+_OPERATOR: Final = _table(Operator, lease=_LEASE, version=partial(text, limit=64), other=_LEASE)
 
 
 def _read(body: object, table: Fields) -> dict[str, Any]:

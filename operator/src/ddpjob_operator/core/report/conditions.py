@@ -14,7 +14,7 @@ from typing import Any, Final, get_args
 
 from ddpjob_contract import exits
 from ddpjob_contract.crd import TERMINAL_PHASES
-from ddpjob_operator.core import actions, evidence
+from ddpjob_operator.core import actions, evidence, operators
 from ddpjob_operator.core.actions import Plan
 from ddpjob_operator.core.capacity import pod_group, refusals, template_guard
 from ddpjob_operator.core.change import Change, Clock, Stall
@@ -329,7 +329,7 @@ def write(view: View, change: Change) -> Plan | None:
         if not view.clock.reached(last + interval):
             return None
     begins = change.status.phase == "Starting" != view.status.phase
-    change = ledger.book(view, change)  # with what is written anyway
+    change = operators.sign(view.feedback, ledger.book(view, change))  # with what is written anyway
     new = st.to_dict(change.status)
     return Plan((actions.WriteStatus(new, change.events, change.measurements, begins),))
 
