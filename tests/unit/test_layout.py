@@ -23,17 +23,17 @@ MAX_NAME = 70  # letters of a test's name
 #: The most lines of Python below each folder. A figure falls with what is removed; a commit that
 #: raises one says which user asked for what it adds.
 MOST_LINES = {
-    "contract/src": 916,
-    "operator/src": 11_830,
-    "trainer/src": 28_012,
+    "contract/src": 936,
+    "operator/src": 11_994,
+    "trainer/src": 28_449,
     "tools/src": 5_390,
     "plugin/src": 5_014,
     "dev/bench": 4_615,
     "dev/devcluster": 3_868,
     "studies": 3_826,
-    "tests": 61_335,
+    "tests": 62_306,
 }
-MOST_WORDS = 45_297  # of all pages in docs
+MOST_WORDS = 45_377  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
