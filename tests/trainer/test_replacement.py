@@ -111,7 +111,7 @@ class Waited(Operated):
         """Wait until so many links have been made in all, that of the hub aside."""
         self.until(lambda: len(self.marks("admitted")) == number, f"{number} links")
 
-    def replicas(self) -> list[int]:
+    def assigned(self) -> list[int]:
         return sorted(self.report(seat)["replica"] for seat in range(4))
 
 
@@ -138,5 +138,5 @@ def test_a_standby_serves_at_once_and_a_newcomer_when_that_hub_is_lost(gang, und
     assert gang.codes() == [0, 0, 0, 0], gang.errors
     assert [one.returncode for one in gang.gone] == [-9] * 3, "each was lost once, and nothing else"
     assert gang.outcome() == undisturbed
-    assert gang.replicas() == [-1, 0, 1, 2]
+    assert gang.assigned() == [-1, 0, 1, 2]
     assert gang.report()["round"] == 0, "of hub 3"

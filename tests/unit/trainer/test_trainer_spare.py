@@ -165,7 +165,9 @@ def test_spares_of_another_rank_end_and_are_not_called():
 def test_who_knows_no_replica_yet_has_the_imports_ready_and_no_spare(replica, forked):
     did: list[str] = []
     starter: Any = object.__new__(Starter)
-    starter._config = SimpleNamespace(replica=replica, replicas=3, uses_our_library=True)
+    starter._config = SimpleNamespace(
+        replica=replica, replicas=3, uses_our_library=True, elastic=None
+    )
     starter._workers = SimpleNamespace(
         key=(1, -1), stopping=False, is_training=lambda: False, compiles=lambda: False
     )
