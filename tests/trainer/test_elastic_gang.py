@@ -30,6 +30,7 @@ class Resized(Operated):
         "DDPJOB_MIN_REPLICAS": "2",
         "DDPJOB_SHRINK_AFTER_SECONDS": "0",
         "DDPJOB_GROW_AFTER_SECONDS": "0",
+        "DDPJOB_TRAINER_RESCUE": "0",
     }
 
     def __post_init__(self) -> None:

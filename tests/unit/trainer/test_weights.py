@@ -172,7 +172,7 @@ RUN = {
 
 def test_another_batch_or_other_data_only_if_asked_for(capsys):
     def allowed(words: Any) -> frozenset[str]:
-        return frozenset(Snapshots.taken(Snapshots(allow_changes=words), {}).allow_changes)
+        return frozenset(Snapshots.taken(Snapshots(allow_changes=words)).allow_changes)
 
     for name, asked in (("global_batch", "global_batch"), ("samples", "data"), ("order", "data")):
         changed = {**RUN, name: "x"}
