@@ -14,9 +14,10 @@ from torch import nn
 from ddpjob_tools import chaos, cli
 from ddpjob_tools.chaos import Result
 from ddpjob_tools.prove import compare
-from ddpjob_tools.prove.disturb import Pace
+from ddpjob_tools.prove.disturb import Disturbance, Pace
 from ddpjob_tools.prove.kill import LAUNCHER, SIGNALS, STARTING, Kill, plan_kills
 from ddpjob_tools.prove.record import RankStory, Records, open_gate
+from ddpjob_tools.prove.run import ProofError
 from ddpjob_trainer.errors import ConfigError
 from ddpjob_trainer.failpoints import GATE, OPEN, POINTS
 from ddpjob_trainer.snapshot.training_state import TrainingState
@@ -239,6 +240,27 @@ def test_equal_bits_show_nothing_unless_a_restart_went_on_from_a_snapshot(
     assert said in last
     assert (last == "identical") == (code == 0) == told["identical"]
     assert (told["verdict"], told["restarts"]) == (last, restarts)
+
+
+def test_launches_that_reach_the_end_but_make_no_step_are_given_up(tmp_path):
+    """A script that fails after its loop, say by a name that only the loop's body sets."""
+
+    class Job:
+        attempt, exit_code = 0, 1
+
+        def running(self) -> bool:
+            return False
+
+        def start(self) -> None:
+            self.attempt += 1
+            assert self.attempt < 20, "launched for ever"
+            with (tmp_path / "rank-0.jsonl").open("a") as file:
+                file.write(json.dumps({"event": "end", "at": self.attempt, "hashes": {}}) + "\n")
+
+    job: Any = Job()
+    run = Disturbance(job, Records(tmp_path, 1), tmp_path, Pace(9, 0, 5, 0.1, 1.0), 60.0, print)
+    with pytest.raises(ProofError, match=r"launches in a row made no new step \(exit code 1\)"):
+        run._until(lambda: False, "training ended")
 
 
 def test_bad_options_end_with_64(capsys):
