@@ -26,7 +26,7 @@ MOST_LINES = {
     "contract/src": 936,
     "operator/src": 11_994,
     "trainer/src": 28_449,
-    "tools/src": 5_390,
+    "tools/src": 5_391,
     "plugin/src": 5_014,
     "dev/bench": 4_615,
     "dev/devcluster": 3_868,

@@ -130,7 +130,8 @@ class Setup:
         hidden = {} if self.cuda else {"CUDA_VISIBLE_DEVICES": ""}
         # Only what is compiled here: another run's choice of kernels would be in the user's own.
         more = {TRACE: str(place / "trace"), "TORCHINDUCTOR_CACHE_DIR": str(place / "torch")}
-        command = (sys.executable, "-m", "ddpjob_trainer", words[0], "--nproc", str(self.nproc))
+        program = "ddpjob_trainer" if words[0] == "run" else "ddpjob_tools"
+        command = (sys.executable, "-m", program, words[0], "--nproc", str(self.nproc))
         variables = environment(os.environ, place / "snapshots", {**more, **hidden, **env})
         return Run((*command, *words[1:]), variables, place / "log")
 
