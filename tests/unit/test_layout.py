@@ -31,9 +31,9 @@ MOST_LINES = {
     "dev/bench": 4_615,
     "dev/devcluster": 3_868,
     "studies": 3_826,
-    "tests": 62_331,
+    "tests": 62_332,
 }
-MOST_WORDS = 44_930  # of all pages in docs
+MOST_WORDS = 44_944  # of all pages in docs
 MOST_WORDS_OF_A_GUIDE = 1_500  # what a reader takes in at once; the ladder is half diffs
 #: Words that make a reader stop: CONTRIBUTING, *English*.
 HARD_WORDS = re.compile(
