@@ -72,6 +72,14 @@ def test_ranks_of_one_launcher_hear_one_another_and_who_is_gone(tmp_path):
             send(rank, {"a": [4.0]})
 
 
+def test_numbers_of_ranks_that_sent_more_or_fewer_are_not_added_up(tmp_path):
+    counts = (2, 1, 1)
+    sent = [send(rank, {"a": [1.0] * n}) for rank, n in zip(linked(tmp_path), counts, strict=True)]
+    for one in sent:
+        with pytest.raises(ValueError, match=r"multiple of item size|shorter than"):
+            _ = one.host.sums
+
+
 def test_where_one_rank_cannot_listen_all_talk_by_gloo(tmp_path):
     (tmp_path / "rank-1.link").mkdir()
     assert [rank.links for rank in linked(tmp_path)] == [None] * 3

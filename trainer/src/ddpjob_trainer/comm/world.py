@@ -202,7 +202,8 @@ class Links:
         """Wait for as many numbers of each; return the sums with ``own``."""
         parts = [own]
         for other in self._others:
-            parts.append(array("d", other.recv(8 * len(own))))
+            # A byte more than is due: the socket cuts a longer message off, in silence.
+            parts.append(array("d", other.recv(8 * len(own) + 1)))
             if not parts[-1]:
                 raise ConnectionError("Connection closed by peer")
         return [sum(values) for values in zip(*parts, strict=True)]
