@@ -133,7 +133,7 @@ async def write_workload(
     action: actions.WriteWorkload | actions.ReadWorkload,
     now: datetime,
 ) -> bool:
-    """Write conditions, or give the quota back; return False if it has changed meanwhile."""
+    """Read the Workload and do what is asked; return False if it has changed, or is gone."""
     found = await find(api, WORKLOADS, job.namespace, action.name)
     if found is None:
         for gone in store.workloads.of(job) or ():

@@ -257,9 +257,7 @@ def grown(history: History, outcome: Outcome, *, at: str) -> History | None:
         return None
     newest = max(outcome.snapshot_step, history.snapshot_step)
     record: Round = {"round": history.round, "at": at, "kind": "grown", "snapshotStep": newest}
-    records = (*history.records, record)[-STATE_MAX_ROUNDS:]
-    round_ = history.round + 1
-    return replace(history, round=round_, records=records, snapshot_step=newest, failures=0)
+    return replace(history.followed_by(record), snapshot_step=newest, failures=0)
 
 
 def _same_again(records: tuple[Round, ...], record: Round, snapshot_step: int) -> bool:
